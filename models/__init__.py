@@ -1,0 +1,21 @@
+"""The encoder and what goes around it. Knows tensors and nothing of requests."""
+
+from models.encoder import VisionEncoder
+from models.errors import ModelError
+from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec
+from models.preprocess import AspectRatioError, Patches, PreprocessConfig, Preprocessor
+from models.replica import Replica
+
+__all__ = [
+    "AspectRatioError",
+    "BatchResult",
+    "BatchStats",
+    "EncodeItem",
+    "ModelError",
+    "OutputSpec",
+    "Patches",
+    "PreprocessConfig",
+    "Preprocessor",
+    "Replica",
+    "VisionEncoder",
+]

@@ -1,0 +1,74 @@
+"""The built-in demo model: a small vision transformer with seeded random weights.
+
+It needs no download and runs on any machine. Its vectors mean nothing, but they are the same on every start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from models.config import VisionConfig
+from models.preprocess import PreprocessConfig
+from models.qwen3_vl import checkpoint_shapes
+from models.weights import Checkpoint
+
+DEMO = "demo"
+
+VISION = VisionConfig(
+    depth=4,
+    hidden_size=128,
+    num_heads=4,
+    intermediate_size=256,
+    out_hidden_size=128,
+    patch_size=16,
+    temporal_patch_size=2,
+    spatial_merge_size=2,
+    in_channels=3,
+    num_position_embeddings=2304,
+    rope_theta=10000.0,
+    deepstack_visual_indexes=(1, 2),
+)
+# As Qwen3-VL's, but for a lower upper limit: attention is quadratic and this model is for CPUs.
+PREPROCESS = PreprocessConfig(
+    patch_size=16,
+    temporal_patch_size=2,
+    merge_size=2,
+    min_pixels=65536,
+    max_pixels=1048576,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+    rescale_factor=1 / 255,
+)
+
+
+class DemoTensors:
+    """Random tensors of the given shapes; each depends on its name alone."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes = shapes
+
+    def names(self) -> Sequence[str]:
+        return sorted(self._shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._shapes[name]
+
+    def get(self, name: str) -> torch.Tensor:
+        seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
+        values = np.random.default_rng(seed).standard_normal(self._shapes[name], dtype=np.float32)
+        if "norm" in name:
+            values = values * 0.1 + (1.0 if name.endswith("weight") else 0.0)
+        elif name.endswith("bias"):
+            values *= 0.1
+        elif name != "pos_embed.weight":
+            values /= np.sqrt(np.prod(self._shapes[name][1:]))  # keeps the size of activations
+        return torch.from_numpy(values.astype(np.float32))
+
+
+def demo_checkpoint() -> Checkpoint:
+    """The demo model."""
+    return Checkpoint(VISION, PREPROCESS, DemoTensors(checkpoint_shapes(VISION)), revision=None)

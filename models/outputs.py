@@ -1,0 +1,53 @@
+"""What a caller asks of the encoder for each image, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from models.preprocess import Patches
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """What to return for one image. All of it happens on the encoder's device."""
+
+    pooled: bool = False  # one vector, the float32 mean of the main columns; else all tokens
+    normalize: bool = False  # divide by the L2 norm; with `pooled` only
+    deepstack: bool = True  # append the deepstack columns; without `pooled` only
+    dtype: torch.dtype | None = None  # of the result; None: the encoder's own
+
+    def __post_init__(self) -> None:
+        assert self.pooled or not self.normalize, "only pooled vectors are normalized"
+        assert not (self.pooled and self.deepstack), "pooling covers the main columns only"
+
+
+@dataclass(frozen=True, eq=False)
+class EncodeItem:
+    """One image and what to return for it."""
+
+    patches: Patches
+    output: OutputSpec
+
+
+@dataclass(frozen=True)
+class BatchStats:
+    """What one batch cost, for the metrics."""
+
+    num_images: int
+    num_tokens: int
+    hits: int  # images run by graph replay
+    misses: Mapping[str, int]  # images run eagerly, by reason
+    busy_s: float  # time the device worked, in seconds
+
+
+@dataclass(frozen=True, eq=False)
+class BatchResult:
+    """The embeddings of one batch, in its order, on the host."""
+
+    embeddings: tuple[torch.Tensor, ...]  # each [hidden] if pooled, else [tokens, width]
+    stats: BatchStats
+    started_at: float  # time.perf_counter() when the device thread took the batch up
+    finished_at: float  # time.perf_counter() when the results were on the host

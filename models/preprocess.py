@@ -1,0 +1,123 @@
+"""RGB array → patches, as the checkpoint's own image processor makes them.
+
+Knows sizes, limits and the order of patches; knows nothing of files, formats or devices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+
+MAX_ASPECT_RATIO = 200
+
+
+class AspectRatioError(ValueError):
+    """The longer side is more than 200 times the shorter one; the model was never shown such images."""
+
+
+@dataclass(frozen=True)
+class PreprocessConfig:
+    """What the checkpoint says about its images. Sizes in pixels, limits in pixels of the resized image."""
+
+    patch_size: int
+    temporal_patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    rescale_factor: float
+
+    @property
+    def factor(self) -> int:
+        """Sides of a resized image are multiples of this many pixels."""
+        return self.patch_size * self.merge_size
+
+
+@dataclass(frozen=True, eq=False)
+class Patches:
+    """One image, ready for the encoder."""
+
+    pixels: torch.Tensor  # uint8 [t·h·w, channels·patch·patch], rows in merge-block order
+    grid_thw: tuple[int, int, int]  # in patches, before the spatial merge
+    num_tokens: int  # output rows, after the spatial merge
+
+
+def smart_resize(
+    height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[int, int]:
+    """Returns the (height, width) in pixels that an image is resized to.
+
+    Both are multiples of `factor`, their product lies between the limits where the aspect ratio allows
+    it, and halves round to even. Source: `smart_resize` of the Qwen2-VL image processor in transformers.
+    Raises `AspectRatioError` over an aspect ratio of 200.
+    """
+    if max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+        raise AspectRatioError(
+            f"the aspect ratio of {width} x {height} is over {MAX_ASPECT_RATIO}; crop the image or scale it"
+        )
+    new_height = round(height / factor) * factor
+    new_width = round(width / factor) * factor
+    if new_height * new_width > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        new_height = max(factor, math.floor(height / shrink / factor) * factor)
+        new_width = max(factor, math.floor(width / shrink / factor) * factor)
+    elif new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        new_height = math.ceil(height * grow / factor) * factor
+        new_width = math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+class Preprocessor:
+    """Turns RGB arrays into `Patches`. Holds no state but its configuration, so threads may share it."""
+
+    def __init__(self, config: PreprocessConfig) -> None:
+        self.config = config
+
+    def grid_thw(self, height: int, width: int) -> tuple[int, int, int]:
+        """Grid, in patches, of an image of that size in pixels. Raises `AspectRatioError`."""
+        config = self.config
+        new_height, new_width = smart_resize(
+            height, width, factor=config.factor, min_pixels=config.min_pixels, max_pixels=config.max_pixels
+        )
+        return 1, new_height // config.patch_size, new_width // config.patch_size
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """Output tokens of an image of that size in pixels. Raises `AspectRatioError`."""
+        t, h, w = self.grid_thw(height, width)
+        return t * h * w // self.config.merge_size**2
+
+    def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+        """Resizes and cuts a uint8 array [height, width, 3]. Raises `AspectRatioError`."""
+        if rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3 or rgb.size == 0:
+            raise ValueError(f"an image is a uint8 array [height, width, 3], not {rgb.dtype} {rgb.shape}")
+        height, width, channels = rgb.shape
+        grid = self.grid_thw(height, width)
+        _, h, w = grid
+        patch, merge = self.config.patch_size, self.config.merge_size
+        resized = _resize(rgb, h * patch, w * patch)
+        # [h/merge, merge, patch, w/merge, merge, patch, c]
+        blocks = resized.reshape(h // merge, merge, patch, w // merge, merge, patch, channels)
+        # [h/merge, w/merge, merge, merge, c, patch, patch]
+        pixels = np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5))
+        return Patches(
+            pixels=torch.from_numpy(pixels.reshape(h * w, channels * patch * patch)),
+            grid_thw=grid,
+            num_tokens=h * w // merge**2,
+        )
+
+
+def _resize(rgb: npt.NDArray[np.uint8], height: int, width: int) -> npt.NDArray[np.uint8]:
+    """Bicubic with antialiasing on uint8: the kernel behind torchvision's resize, which is the reference."""
+    if rgb.shape[:2] == (height, width):
+        return rgb
+    rgb = np.require(rgb, requirements="W")  # torch warns of arrays that it must not write to
+    image = torch.from_numpy(rgb).permute(2, 0, 1).unsqueeze(0)  # [1, 3, H, W], memory stays channels-last
+    resized = F.interpolate(image, size=(height, width), mode="bicubic", antialias=True)
+    return resized[0].permute(1, 2, 0).numpy()

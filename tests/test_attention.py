@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.attention import (
+    BACKENDS,
+    Sequences,
+    reference_attention,
+    sdpa_attention,
+    select_attention,
+)
+from models.errors import ModelError
+from tests.checkpoints import relative_error
+
+CPU = torch.device("cpu")
+
+
+def packed(lengths: tuple[int, ...], heads: int = 4, head_dim: int = 72) -> tuple[torch.Tensor, Sequences]:
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(sum(lengths), 3, heads, head_dim, generator=generator)
+    ends = torch.tensor(lengths).cumsum(0)
+    return qkv, Sequences(torch.cat([torch.zeros(1), ends]).int(), lengths)
+
+
+@pytest.mark.parametrize("lengths", [(5,), (1, 1, 1), (64, 3, 200), (17, 129)])
+def test_sdpa_equals_the_formula_on_strided_input(lengths: tuple[int, ...]) -> None:
+    qkv, sequences = packed(lengths)
+    out = sdpa_attention(*qkv.unbind(1), sequences)
+    assert out.shape == (sum(lengths), 4, 72)
+    assert out.is_contiguous()
+    assert relative_error(out, reference_attention(*qkv.unbind(1), sequences)) < 1e-6
+
+
+def test_the_reference_is_softmax_attention() -> None:
+    qkv, sequences = packed((3, 2), heads=1, head_dim=4)
+    q, k, v = (x[:3, 0].double() for x in qkv.unbind(1))
+    weights = torch.exp(q @ k.T / 2)
+    expected = (weights / weights.sum(1, keepdim=True)) @ v
+    assert relative_error(reference_attention(*qkv.unbind(1), sequences)[:3, 0], expected) < 1e-6
+
+
+def test_auto_takes_what_serves_the_device() -> None:
+    assert select_attention("auto", CPU, torch.float32, 72) == ("TORCH_SDPA", sdpa_attention)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("FLASH_ATTN", "FLASH_ATTN needs a CUDA device, not cpu"),
+        ("XFORMERS", "'XFORMERS' is not one of auto, FLASH_ATTN, TORCH_SDPA"),
+    ],
+)
+def test_a_backend_that_cannot_serve_is_an_error(name: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        select_attention(name, CPU, torch.bfloat16, 72)
+
+
+def test_backends_are_the_documented_ones() -> None:
+    assert BACKENDS == ("FLASH_ATTN", "TORCH_SDPA")

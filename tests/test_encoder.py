@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models import EncodeItem, ModelError, OutputSpec, Patches, VisionEncoder
+from tests.checkpoints import build_model, relative_error, save
+
+SIZES = [(256, 256), (300, 500), (640, 480)]
+
+
+@pytest.fixture(scope="module")
+def demo() -> VisionEncoder:
+    return VisionEncoder.from_pretrained("demo", device="cpu")
+
+
+def images(encoder: VisionEncoder) -> list[Patches]:
+    rng = np.random.default_rng(3)
+    return [encoder.preprocess(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in SIZES]
+
+
+def test_demo_is_the_same_on_every_start(demo: VisionEncoder) -> None:
+    again = VisionEncoder.from_pretrained("demo", device="cpu")
+    assert again.fingerprint == demo.fingerprint
+    assert demo.fingerprint == "4c669a3e30c021b0c3487a96061f563f5113f50209b998ed282e6d349f9a7759"
+    for one, other in zip(demo.encode(images(demo)), again.encode(images(again)), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_demo_vectors_tell_images_apart(demo: VisionEncoder) -> None:
+    pooled = OutputSpec(pooled=True, normalize=True, deepstack=False)
+    flat = [np.full((256, 256, 3), level, dtype=np.uint8) for level in (0, 128, 255)]
+    items = [EncodeItem(demo.preprocess(rgb), pooled) for rgb in flat]
+    vectors = torch.stack(demo.run(items).embeddings)
+    assert (vectors @ vectors.T - torch.eye(3)).abs().max() < 0.98
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16, torch.bfloat16])
+def test_each_image_gets_what_it_asks_for(demo: VisionEncoder, dtype: torch.dtype | None) -> None:
+    patches = images(demo)
+    outputs = [
+        OutputSpec(pooled=True, normalize=True, deepstack=False, dtype=dtype),
+        OutputSpec(deepstack=True, dtype=dtype),
+        OutputSpec(deepstack=False, dtype=dtype),
+    ]
+    result = demo.run([EncodeItem(p, o) for p, o in zip(patches, outputs, strict=True)])
+    vector, tokens, main = result.embeddings
+    expected = demo.encode(patches)
+    mean = expected[0][:, :128].double().mean(0)
+    tolerance = {torch.float16: 1e-3, torch.bfloat16: 1e-2}.get(dtype or torch.float32, 1e-6)
+    assert relative_error(vector, mean / mean.norm()) < tolerance
+    assert relative_error(tokens, expected[1]) < tolerance
+    assert relative_error(main, expected[2][:, :128]) < tolerance
+    assert all(x.dtype == (dtype or torch.float32) and x.device.type == "cpu" for x in result.embeddings)
+    assert [tuple(x.shape) for x in result.embeddings] == [(128,), (144, 384), (300, 128)]
+
+
+def test_a_pooled_vector_keeps_its_length_without_normalize(demo: VisionEncoder) -> None:
+    patches = images(demo)[0]
+    (vector,) = demo.run([EncodeItem(patches, OutputSpec(pooled=True, deepstack=False))]).embeddings
+    assert relative_error(vector, demo.encode([patches])[0][:, :128].double().mean(0)) < 1e-6
+
+
+def test_stats_count_images_and_tokens(demo: VisionEncoder) -> None:
+    result = demo.run([EncodeItem(p, OutputSpec()) for p in images(demo)])
+    assert (result.stats.num_images, result.stats.num_tokens) == (3, 64 + 144 + 300)
+    assert (result.stats.hits, dict(result.stats.misses)) == (0, {"disabled": 3})
+    assert 0 < result.stats.busy_s <= result.finished_at - result.started_at
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"pixels": torch.zeros(255, 768, dtype=torch.uint8)},
+        {"pixels": torch.zeros(256, 588, dtype=torch.uint8)},
+        {"pixels": torch.zeros(256, 768)},
+        {"grid_thw": (1, 15, 17)},
+        {"grid_thw": (2, 16, 16)},
+        {"num_tokens": 65},
+    ],
+)
+def test_patches_that_do_not_fit_are_refused(demo: VisionEncoder, change: dict[str, object]) -> None:
+    fields = {"pixels": torch.zeros(256, 768, dtype=torch.uint8), "grid_thw": (1, 16, 16), "num_tokens": 64}
+    assert demo.encode([Patches(**fields)])[0].shape == (64, 384)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="grid"):
+        demo.encode([Patches(**(fields | change))])  # type: ignore[arg-type]
+
+
+def test_pixel_limits_replace_the_checkpoints() -> None:
+    encoder = VisionEncoder.from_pretrained(
+        "demo", device="cpu", min_pixels=256 * 1024, max_pixels=512 * 1024
+    )
+    assert encoder.preprocessor.num_tokens(64, 64) == 256
+    assert encoder.preprocessor.num_tokens(5000, 5000) <= 512
+    with pytest.raises(ModelError, match="min_pixels 2000000 is over max_pixels 1048576"):
+        VisionEncoder.from_pretrained("demo", device="cpu", min_pixels=2_000_000)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "mps", "cpu:x"])
+def test_a_device_that_is_not_here_is_an_error(device: str) -> None:
+    with pytest.raises(ModelError, match=f"device '{device}' is not"):
+        VisionEncoder.from_pretrained("demo", device=device)
+
+
+def test_what_follows_from_the_checkpoint(tmp_path: Path) -> None:
+    folder = save(build_model("qwen3_vl"), tmp_path)
+    encoder = VisionEncoder.from_pretrained(str(folder), device="cpu", dtype=torch.bfloat16)
+    assert (encoder.hidden_size, encoder.width, encoder.num_deepstack) == (40, 120, 2)
+    assert encoder.dtype == torch.bfloat16
+    assert encoder.attn_backend == "TORCH_SDPA"
+    assert encoder.revision is None
+    assert {p.dtype for p in encoder.model.parameters()} == {torch.bfloat16}
+
+
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    folder = save(build_model("qwen3_vl"), tmp_path)
+    exact, rounded = (
+        VisionEncoder.from_pretrained(str(folder), device="cpu", dtype=dtype)
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    batch = images(exact)
+    for one, other in zip(exact.encode(batch), rounded.encode(batch), strict=True):
+        assert relative_error(other, one) < 0.02
+
+
+def test_the_fingerprint_is_a_sha256() -> None:
+    fingerprint = VisionEncoder.from_pretrained("demo", device="cpu").fingerprint
+    assert len(bytes.fromhex(fingerprint)) == hashlib.sha256().digest_size
