@@ -1,5 +1,6 @@
 """The encoder and what goes around it. Knows tensors and nothing of requests."""
 
+from models.cudagraph import CudaGraphSettings, EncoderCudaGraphManager
 from models.encoder import VisionEncoder
 from models.errors import ModelError
 from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -21,12 +24,8 @@ from models.errors import ModelError
 class Sequences:
     """Where the packed sequences lie, on the device and on the host."""
 
-    cu_seqlens: torch.Tensor  # int32 [sequences + 1], on the device
-    lengths: tuple[int, ...]  # rows of each sequence
-
-    @property
-    def max_length(self) -> int:
-        return max(self.lengths)
+    cu_seqlens: torch.Tensor  # int32 [sequences + 1], on the device; rows behind the last belong to none
+    max_length: int  # no sequence has more rows
 
 
 class Attention(Protocol):
@@ -45,68 +44,136 @@ def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences
     return out
 
 
+def flash_attention_4(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences
+) -> torch.Tensor:
+    """FlashAttention 4, from the package flash-attn-4. Hopper and Blackwell, bfloat16 or float16 only.
+
+    The kernel is compiled at its first call.
+    """
+    cu, longest = sequences.cu_seqlens, sequences.max_length
+    out, _ = _flash_4()(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=longest, max_seqlen_k=longest)
+    return out
+
+
 def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """`scaled_dot_product_attention`, a sequence at a time. Any device, any dtype."""
-    outputs = []
-    for parts in zip(*(x.split(sequences.lengths) for x in (q, k, v)), strict=True):
-        heads_first = (part.transpose(0, 1).unsqueeze(0) for part in parts)  # [1, heads, rows, head_dim]
-        outputs.append(F.scaled_dot_product_attention(*heads_first)[0].transpose(0, 1))
-    return torch.cat(outputs)
+    """`scaled_dot_product_attention`, a sequence at a time. Any device, any dtype; no CUDA graph can hold it,
+    because the host reads where sequences end."""
+
+    def attend(*parts: torch.Tensor) -> torch.Tensor:
+        query, key, value = (
+            part.transpose(0, 1).unsqueeze(0) for part in parts
+        )  # [1, heads, rows, head_dim]
+        return F.scaled_dot_product_attention(query, key, value)[0].transpose(0, 1)
+
+    return _for_each_sequence(attend, q, k, v, sequences)
 
 
 def reference_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences
 ) -> torch.Tensor:
     """The formula, a sequence at a time, in float64: what the backends are tested against."""
-    outputs = []
-    for parts in zip(*(x.double().split(sequences.lengths) for x in (q, k, v)), strict=True):
-        query, key, value = (part.transpose(0, 1) for part in parts)  # [heads, rows, head_dim]
-        weights = (query @ key.transpose(1, 2) / query.shape[-1] ** 0.5).softmax(dim=-1)
-        outputs.append((weights @ value).transpose(0, 1))
-    return torch.cat(outputs).to(q.dtype)
+
+    def attend(*parts: torch.Tensor) -> torch.Tensor:
+        query, key, value = (part.double().transpose(0, 1) for part in parts)  # [heads, rows, head_dim]
+        scores: torch.Tensor = query @ key.transpose(1, 2) / query.shape[-1] ** 0.5
+        return (scores.softmax(dim=-1) @ value).transpose(0, 1).to(q.dtype)
+
+    return _for_each_sequence(attend, q, k, v, sequences)
 
 
-_FLASH_DTYPES = (torch.bfloat16, torch.float16)
+def _for_each_sequence(
+    attend: Callable[..., torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sequences: Sequences,
+) -> torch.Tensor:
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    for first, last in pairwise(sequences.cu_seqlens.tolist()):
+        if first < last:
+            out[first:last] = attend(q[first:last], k[first:last], v[first:last])
+    return out
 
 
-def _check_flash(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+HALF_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def _check_flash(name: str, capability: int, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     if device.type != "cuda":
-        raise ModelError(f"attention backend FLASH_ATTN needs a CUDA device, not {device}")
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        raise ModelError("attention backend FLASH_ATTN needs a GPU of compute capability 8.0 or newer")
-    if dtype not in _FLASH_DTYPES:
-        raise ModelError(f"attention backend FLASH_ATTN needs bfloat16 or float16, not {dtype}")
+        raise ModelError(f"attention backend {name} needs a CUDA device, not {device}")
+    if torch.cuda.get_device_capability(device)[0] < capability:
+        raise ModelError(
+            f"attention backend {name} needs a GPU of compute capability {capability}.0 or newer"
+        )
+    if dtype not in HALF_DTYPES:
+        raise ModelError(f"attention backend {name} needs bfloat16 or float16, not {dtype}")
     if head_dim % 8 != 0 or head_dim > 256:
-        raise ModelError(f"attention backend FLASH_ATTN cannot serve a head dimension of {head_dim}")
+        raise ModelError(f"attention backend {name} cannot serve a head dimension of {head_dim}")
+
+
+def _check_flash_2(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    _check_flash("FLASH_ATTN", 8, device, dtype, head_dim)
+
+
+def _check_flash_4(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    _check_flash("FLASH_ATTN_4", 9, device, dtype, head_dim)
+    _flash_4()
+
+
+@cache
+def _flash_4() -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+    """The optional package's function. Raises `ModelError` where it is missing or broken."""
+    try:
+        function: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = import_module(
+            "flash_attn.cute"
+        ).flash_attn_varlen_func
+    except ImportError as error:
+        raise ModelError(
+            f"attention backend FLASH_ATTN_4 needs the package flash-attn-4, of the extra `gpu`: {error}"
+        ) from None
+    return function
 
 
 def _check_sdpa(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """Serves everything."""
 
 
-_BACKENDS: dict[str, tuple[Attention, Callable[[torch.device, torch.dtype, int], None]]] = {
-    "FLASH_ATTN": (flash_attention, _check_flash),
-    "TORCH_SDPA": (sdpa_attention, _check_sdpa),
-}
-BACKENDS = tuple(_BACKENDS)  # fastest first
+@dataclass(frozen=True)
+class Backend:
+    """One way to compute attention."""
+
+    name: str
+    attention: Attention
+    check: Callable[[torch.device, torch.dtype, int], None]  # raises `ModelError`
+    in_graphs: bool  # a CUDA graph can hold it
 
 
-def select_attention(
-    name: str, device: torch.device, dtype: torch.dtype, head_dim: int
-) -> tuple[str, Attention]:
-    """The named backend, or with `auto` the fastest that can serve; returns its name with it.
+_BACKENDS = (  # fastest first
+    Backend("FLASH_ATTN_4", flash_attention_4, _check_flash_4, in_graphs=True),
+    Backend("FLASH_ATTN", flash_attention, _check_flash_2, in_graphs=True),
+    Backend("TORCH_SDPA", sdpa_attention, _check_sdpa, in_graphs=False),
+)
+BACKENDS = tuple(backend.name for backend in _BACKENDS)
+
+
+def select_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
+    """The named backend, or with `auto` the fastest that can serve.
 
     Raises `ModelError` where the named backend cannot serve that device, dtype or head dimension.
     """
     if name == "auto":
-        for candidate, (attention, check) in _BACKENDS.items():
-            try:
-                check(device, dtype, head_dim)
-            except ModelError:
-                continue
-            return candidate, attention
-    if name not in _BACKENDS:
-        raise ModelError(f"attention backend {name!r} is not one of auto, {', '.join(BACKENDS)}")
-    attention, check = _BACKENDS[name]
-    check(device, dtype, head_dim)
-    return name, attention
+        return next(backend for backend in _BACKENDS if _serves(backend, device, dtype, head_dim))
+    for backend in _BACKENDS:
+        if backend.name == name:
+            backend.check(device, dtype, head_dim)
+            return backend
+    raise ModelError(f"attention backend {name!r} is not one of auto, {', '.join(BACKENDS)}")
+
+
+def _serves(backend: Backend, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    try:
+        backend.check(device, dtype, head_dim)
+    except ModelError:
+        return False
+    return True

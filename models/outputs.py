@@ -39,7 +39,9 @@ class BatchStats:
     num_images: int
     num_tokens: int
     hits: int  # images run by graph replay
-    misses: Mapping[str, int]  # images run eagerly, by reason
+    misses: Mapping[str, int]  # images run eagerly, by reason: oversize, disabled, error
+    replays: Mapping[int, int]  # by token budget
+    padding_tokens: int  # computed for nothing
     busy_s: float  # time the device worked, in seconds
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from models.attention import Sequences, reference_attention, select_attention
+from models.attention import BACKENDS, Sequences, reference_attention, select_attention
 from models.errors import ModelError
 from tests.checkpoints import relative_error
 
@@ -11,21 +11,40 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize("backend", ["FLASH_ATTN", "TORCH_SDPA"])
-@pytest.mark.parametrize("lengths", [(400,), (64, 256, 1024), (4, 796, 4096, 16)])
+def attend(
+    backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences
+) -> torch.Tensor:
+    try:
+        chosen = select_attention(backend, GPU, torch.bfloat16, 72)
+    except ModelError as error:
+        pytest.skip(str(error))
+    return chosen.attention(q, k, v, sequences)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lengths", [(400,), (64, 256, 1024), (4, 796, 4096, 16), (100, 0, 300, 0, 0)])
 def test_backends_equal_the_formula_on_strided_input(backend: str, lengths: tuple[int, ...]) -> None:
     generator = torch.Generator(GPU).manual_seed(0)
-    qkv = torch.randn(sum(lengths), 3, 16, 72, generator=generator, device=GPU).bfloat16()
+    real = sum(lengths)
+    qkv = torch.randn(real + 112, 3, 16, 72, generator=generator, device=GPU).bfloat16()
     ends = torch.tensor((0, *lengths)).cumsum(0).int().to(GPU)
-    sequences = Sequences(ends, lengths)
-    _, attention = select_attention(backend, GPU, torch.bfloat16, 72)
-    out = attention(*qkv.unbind(1), sequences)
-    assert relative_error(out, reference_attention(*qkv.unbind(1), sequences)) < 5e-3
+    sequences = Sequences(ends, real + 112)
+    q, k, v = qkv.unbind(1)
+    out = attend(backend, q, k, v, sequences)
+    assert out.shape == q.shape
+    assert relative_error(out[:real], reference_attention(q, k, v, sequences)[:real]) < 5e-3
 
 
+@pytest.mark.parametrize("name", ["FLASH_ATTN", "FLASH_ATTN_4"])
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [(torch.float32, 72), (torch.bfloat16, 70), (torch.bfloat16, 320)]
 )
-def test_flash_attention_says_what_it_cannot_serve(dtype: torch.dtype, head_dim: int) -> None:
-    with pytest.raises(ModelError, match="FLASH_ATTN"):
-        select_attention("FLASH_ATTN", GPU, dtype, head_dim)
+def test_flash_attention_says_what_it_cannot_serve(name: str, dtype: torch.dtype, head_dim: int) -> None:
+    with pytest.raises(ModelError, match=name):
+        select_attention(name, GPU, dtype, head_dim)
+
+
+def test_auto_takes_the_fastest_that_is_there() -> None:
+    chosen = select_attention("auto", GPU, torch.bfloat16, 72)
+    assert chosen.name.startswith("FLASH_ATTN")
+    assert chosen.in_graphs

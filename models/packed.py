@@ -1,0 +1,114 @@
+"""Qwen3-VL's vision transformer as an encoder of images, ready for CUDA graphs.
+
+Joins `Patches` to the forward pass: which buffers it reads, how a batch is written into them, and how one
+runs at its exact size. Implements `SupportsEncoderCudaGraph`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from models.preprocess import Patches, PreprocessConfig
+from models.protocol import EncoderCudaGraphConfig, HostBuffers, MetadataSpec
+from models.qwen3_vl import VisionTransformer
+
+
+class PackedVisionTransformer:
+    """Batches are sequences of `Patches`. Output buffers are [1 + deepstack levels, tokens, out_hidden]."""
+
+    def __init__(self, model: VisionTransformer, preprocess: PreprocessConfig) -> None:
+        weight = model.pos_embed.weight
+        self.model = model
+        self.device = weight.device
+        self.dtype = weight.dtype
+        self._preprocess = preprocess
+        self._merge = preprocess.merge_size**2
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        config = self.model.config
+        return EncoderCudaGraphConfig(
+            input_rows_per_token=self._merge,
+            input_shape=(config.patch_dim,),
+            input_dtype=torch.uint8,
+            metadata={"grids": MetadataSpec((2,), torch.int32)},
+            output_shape=(1 + len(config.deepstack_visual_indexes), config.out_hidden_size),
+            output_token_axis=1,
+            output_dtype=self.dtype,
+            max_relative_error=1e-4 if self.dtype == torch.float32 else 5e-2,
+        )
+
+    def get_encoder_cudagraph_budget_range(self) -> tuple[int, int]:
+        token_pixels = self._preprocess.factor**2
+        smallest = -(-self._preprocess.min_pixels // token_pixels)
+        return smallest, max(smallest, self._preprocess.max_pixels // token_pixels)
+
+    def get_encoder_cudagraph_num_items(self, batch: Sequence[Patches]) -> int:
+        return len(batch)
+
+    def get_encoder_cudagraph_per_item_output_tokens(self, batch: Sequence[Patches]) -> list[int]:
+        return [image.num_tokens for image in batch]
+
+    def get_encoder_cudagraph_per_item_input_sizes(self, batch: Sequence[Patches]) -> list[int]:
+        return [len(image.pixels) for image in batch]
+
+    def select_encoder_cudagraph_items(
+        self, batch: Sequence[Patches], indices: Sequence[int]
+    ) -> Sequence[Patches]:
+        return [batch[index] for index in indices]
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self, token_budget: int, max_batch_size: int
+    ) -> Sequence[Patches]:
+        """Random pixels in as many images as there are slots, each as near a square as its tokens allow."""
+        rest = token_budget // max_batch_size
+        lengths = [token_budget - rest * (max_batch_size - 1), *[rest] * (max_batch_size - 1)]
+        rng = np.random.default_rng(token_budget)
+        return [self._random_image(tokens, rng) for tokens in lengths]
+
+    def _random_image(self, tokens: int, rng: np.random.Generator) -> Patches:
+        side = self._preprocess.merge_size
+        height = next(x for x in range(math.isqrt(tokens), 0, -1) if tokens % x == 0)
+        shape = (tokens * self._merge, self.model.config.patch_dim)
+        pixels = torch.from_numpy(rng.integers(0, 256, shape, dtype=np.uint8))
+        return Patches(pixels, (1, side * height, side * (tokens // height)), tokens)
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, batch: Sequence[Patches], buffers: HostBuffers
+    ) -> None:
+        # NumPy copies in this thread; torch would start several for each image.
+        pixels, at = buffers.input.numpy(), 0
+        for image in batch:
+            pixels[at : at + len(image.pixels)] = image.pixels.numpy()
+            at += len(image.pixels)
+        grids = np.array([image.grid_thw[1:] for image in batch], dtype=np.int32)
+        buffers.metadata["grids"].numpy()[: len(batch)] = grids
+
+    def encoder_cudagraph_forward(
+        self, inputs: torch.Tensor, metadata: Mapping[str, torch.Tensor], output: torch.Tensor
+    ) -> None:
+        self.model(inputs, metadata["grids"], output, max_length=len(inputs), padded=True)
+
+    def encoder_eager_forward(self, batch: Sequence[Patches]) -> torch.Tensor:
+        config, device = self.model.config, self.device
+        num_rows = sum(len(image.pixels) for image in batch)
+        pinned = device.type == "cuda"
+        host = HostBuffers(
+            torch.empty(num_rows, config.patch_dim, dtype=torch.uint8, pin_memory=pinned),
+            {"grids": torch.empty(len(batch), 2, dtype=torch.int32, pin_memory=pinned)},
+        )
+        self.prepare_encoder_cudagraph_replay_buffers(batch, host)
+        levels = 1 + len(config.deepstack_visual_indexes)
+        tokens = num_rows // self._merge
+        output = torch.empty(levels, tokens, config.out_hidden_size, dtype=self.dtype, device=device)
+        self.model(
+            host.input.to(device, non_blocking=True),
+            host.metadata["grids"].to(device, non_blocking=True),
+            output,
+            max_length=max(len(image.pixels) for image in batch),
+            padded=False,
+        )
+        return output

@@ -1,0 +1,125 @@
+"""Tokens on the device → what each caller asked for, on the host.
+
+Pooling, columns and dtype are done on the device, for all images of a sub-batch that ask for the same at
+once. On CUDA results come through pinned memory on a stream of their own, beside the work of the next batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+
+from models.cudagraph import EncoderCounts
+from models.kernels import Kernels
+from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec
+from models.streams import DeviceStream, Mark
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Results of some images of a batch, packed in one tensor."""
+
+    indices: tuple[int, ...]  # places in the batch
+    rows: torch.Tensor  # [sum(lengths), columns]
+    lengths: tuple[int, ...] | None  # rows of each image; None: pooled, one vector each
+
+
+def select_outputs(
+    tokens: torch.Tensor,
+    indices: Sequence[int],
+    items: Sequence[EncodeItem],
+    kernels: Kernels,
+    dtype: torch.dtype,
+) -> Iterator[Part]:
+    """What the images at `indices`, whose tokens [levels, tokens, hidden] stand in that order, ask for."""
+    lengths = [items[index].patches.num_tokens for index in indices]
+    ends = [0, *accumulate(lengths)]
+    places: dict[OutputSpec, list[int]] = defaultdict(list)
+    for place, index in enumerate(indices):
+        places[items[index].output].append(place)
+    means: torch.Tensor | None = None
+    for output, group in places.items():
+        chosen = tuple(indices[place] for place in group)
+        if output.pooled:
+            if means is None:
+                means = kernels.mean_rows(tokens[0], _to_device(ends, tokens.device))
+            vectors = means if len(group) == len(indices) else means[group]
+            vectors = F.normalize(vectors, dim=1) if output.normalize else vectors
+            yield Part(chosen, vectors.to(output.dtype or dtype), None)
+        else:
+            levels = tokens if output.deepstack else tokens[:1]
+            if len(group) < len(indices):
+                levels = torch.cat([levels[:, ends[place] : ends[place + 1]] for place in group], dim=1)
+            rows = levels.transpose(0, 1).flatten(1)  # [tokens, width]
+            own = tuple(lengths[place] for place in group)
+            yield Part(chosen, rows.to(output.dtype or dtype), own)
+
+
+def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
+    on_host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
+
+
+class RunningBatch:
+    """A batch that was launched. One thread launches it, the same or another waits for it."""
+
+    def __init__(self, num_images: int, stream: DeviceStream) -> None:
+        self._num_images = num_images
+        self._stream = stream
+        self._parts: list[Part] = []
+        self._started_at = time.perf_counter()
+        self._started = Mark(stream.cuda)
+
+    def read_back(self, part: Part) -> None:
+        """Takes results over, before the next replay overwrites what they came from."""
+        compute, download = self._stream.cuda, self._stream.download
+        if compute is None or download is None:
+            # A copy, unless selecting made one: the rows may be views of a graph's buffers.
+            self._parts.append(Part(part.indices, part.rows.clone(), part.lengths))
+            return
+        ready = torch.cuda.Event()
+        ready.record(compute)
+        with torch.cuda.stream(download):
+            download.wait_event(ready)
+            pinned = torch.empty(part.rows.shape, dtype=part.rows.dtype, pin_memory=True)
+            pinned.copy_(part.rows, non_blocking=True)
+            part.rows.record_stream(download)
+        self._parts.append(Part(part.indices, pinned, part.lengths))
+
+    def launched(self, counts: EncoderCounts, *, num_tokens: int) -> None:
+        """Ends the launching: nothing is read back any more."""
+        self._counts = counts
+        self._num_tokens = num_tokens
+        self._computed = Mark(self._stream.cuda)
+        self._downloaded = Mark(self._stream.download)
+
+    def wait(self) -> BatchResult:
+        """The results, once the device has finished. Raises what went wrong on the device."""
+        self._computed.wait()
+        self._downloaded.wait()
+        embeddings: dict[int, torch.Tensor] = {}
+        for part in self._parts:
+            rows = part.rows.clone()  # out of pinned memory, which the device needs again
+            results = rows.unbind(0) if part.lengths is None else rows.split(part.lengths)
+            embeddings.update(zip(part.indices, results, strict=True))
+        self._parts.clear()
+        return BatchResult(
+            tuple(embeddings[index] for index in range(self._num_images)),
+            BatchStats(
+                num_images=self._num_images,
+                num_tokens=self._num_tokens,
+                hits=self._counts.hits,
+                misses=dict(self._counts.misses),
+                replays=dict(self._counts.replays),
+                padding_tokens=self._counts.padding_tokens,
+                busy_s=self._computed.seconds_since(self._started),
+            ),
+            self._started_at,
+            time.perf_counter(),
+        )

@@ -1,0 +1,108 @@
+"""Captured graphs at the size of the 8B checkpoint: exact, finite, and the same every time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from models import CudaGraphSettings, VisionEncoder
+from models.packing import infer_budgets
+from models.weights import Checkpoint
+from tests.checkpoints import reference_tokens, relative_error
+from tests.gpu.images import MIXED, patches
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+GPU = torch.device("cuda", 0)
+HALF = [0.5, 0.5, 0.5]
+
+
+@pytest.fixture(scope="module")
+def eager(checkpoint: Checkpoint) -> VisionEncoder:
+    return VisionEncoder(checkpoint, GPU, dtype=torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def graphs(checkpoint: Checkpoint) -> VisionEncoder:
+    encoder = VisionEncoder(checkpoint, GPU, dtype=torch.bfloat16, cuda_graphs=CudaGraphSettings())
+    manager = encoder.graphs
+    print(
+        f"{len(manager.graphs)} budgets in {manager.capture_seconds:.1f} s, {manager.memory_bytes / 2**30:.2f} GiB"
+    )
+    return encoder
+
+
+def test_default_budgets_reach_the_largest_image(graphs: VisionEncoder) -> None:
+    assert graphs.graphs.budgets == infer_budgets(64, 16384, CudaGraphSettings().budget_steps)
+    before = graphs.graphs.counts.hits
+    graphs.encode(patches((256, 256)))
+    assert graphs.graphs.counts.hits == before + 1
+    assert not graphs.graphs.counts.misses
+
+
+def test_every_budget_is_as_exact_as_an_eager_run(
+    reference: nn.Module, eager: VisionEncoder, graphs: VisionEncoder
+) -> None:
+    worst = 0.0
+    for budget in graphs.graphs.budgets:
+        width = budget // 8 * 2
+        images = patches((16, width)) if budget < 4096 else patches((128, budget // 32))
+        expected = reference_tokens(reference, images, HALF, HALF)
+        replayed, direct = (relative_error(x.encode(images)[0], expected) for x in (graphs, eager))
+        worst = max(worst, replayed / direct)
+        assert replayed <= 1.1 * direct, budget
+    print(f"worst ratio of errors {worst:.3f}")  # noqa: T201
+
+
+def test_a_not_a_number_does_not_outlive_its_batch(graphs: VisionEncoder) -> None:
+    small = patches((20, 20))
+    before = graphs.encode(small)[0].clone()
+    bias = graphs.model.patch_embed.proj.bias
+    saved = bias.clone()
+    bias.fill_(torch.nan)
+    poisoned = graphs.encode(patches(*[(64, 64)] * 16))
+    assert all(tokens.isnan().any() for tokens in poisoned)
+    bias.copy_(saved)
+    after = graphs.encode(small)[0]
+    assert after.isfinite().all()
+    assert torch.equal(after, before)
+
+
+def test_the_same_image_gives_the_same_bits_after_a_large_one(graphs: VisionEncoder) -> None:
+    small, large = patches((20, 20)), patches((256, 256))
+    first = graphs.encode(small)[0].clone()
+    graphs.encode(large)
+    assert torch.equal(graphs.encode(small)[0], first)
+
+
+def test_random_batches_are_finite_and_counted(eager: VisionEncoder, graphs: VisionEncoder) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def integer(high: int) -> int:
+        return int(torch.randint(high, (), generator=generator))
+
+    pool = patches(*[(2 * (1 + integer(16)), 2 * (16 + integer(24))) for _ in range(64)])
+    pool += patches((64, 64), (48, 80), (128, 40))
+    manager = graphs.graphs
+    hits = manager.counts.hits
+    images = 0
+    finite = torch.ones((), dtype=torch.bool, device=GPU)
+    for number in range(10_000):
+        batch = [pool[integer(len(pool))] for _ in range(1 + integer(4))]
+        tokens = graphs.encode(batch)
+        assert [len(x) for x in tokens] == [image.num_tokens for image in batch]
+        for rows in tokens:
+            finite &= rows.isfinite().all()
+        images += len(batch)
+        if number % 1000 == 0:
+            for ours, theirs in zip(tokens, eager.encode(batch), strict=True):
+                assert relative_error(ours, theirs) < 0.05
+    assert finite
+    assert manager.counts.hits - hits == images
+    assert not manager.counts.misses
+
+
+def test_a_mixed_batch_comes_back_in_order(eager: VisionEncoder, graphs: VisionEncoder) -> None:
+    images = patches(*MIXED)
+    for ours, theirs in zip(graphs.encode(images), eager.encode(images), strict=True):
+        assert relative_error(ours, theirs) < 0.05
