@@ -1,4 +1,4 @@
-"""The vision model of the 8B checkpoint with random weights: transformers', and what a checkpoint would hold."""
+"""The vision model of the 8B checkpoint with random weights, and a checkpoint that holds them."""
 
 from __future__ import annotations
 
