@@ -1,0 +1,124 @@
+"""`create_app`: the parts put together, and the life of the app from start to end.
+
+The port may be open before the model is loaded: starting only starts the replica's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+
+from models import Replica, VisionEncoder
+from service.engine import Engine
+from service.metrics import Metrics
+from service.middleware import RequestMiddleware, raise_api_error
+from service.pipeline import Pipeline
+from service.routes import docs, embed, info, metrics, probes
+from service.routes.route import RawRoute
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+COUNTED_ROUTES = (embed.PATH, *info.PATHS, metrics.PATH, *docs.PATHS)
+
+_DESCRIPTION = """Image embeddings from the vision transformer of a Qwen3-VL checkpoint.
+
+    curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' http://localhost:8080/embed
+"""
+_DEMO = "\n**This server runs the demo model: its weights are random and its embeddings mean nothing.**\n"
+
+
+def create_app(
+    settings: Settings,
+    *,
+    registry: CollectorRegistry | None = None,
+    start_replica: Callable[[Settings], Replica] | None = None,
+) -> FastAPI:
+    """The app, with its engine as `app.state.engine`. Metrics go to `registry`, by default one of its own.
+
+    `start_replica` returns a replica that is loading; by default of the model that the settings name.
+    """
+    if registry is None:
+        registry = CollectorRegistry()
+    own_version = find_version()
+    counters = Metrics(registry, COUNTED_ROUTES)
+    engine = Engine(
+        partial(start_replica or load_replica, settings),
+        counters,
+        model_name=settings.served_name,
+        version=own_version,
+    )
+    executor = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
+    app = FastAPI(
+        title="vision-sidecar",
+        version=own_version,
+        description=_DESCRIPTION + (_DEMO if settings.model == "demo" else ""),
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        generate_unique_id_function=_operation_id,
+        lifespan=partial(_lifespan, settings, engine, executor),
+    )
+    app.state.engine = engine
+    app.add_middleware(RequestMiddleware, metrics=counters, probes=frozenset(probes.PATHS))
+    app.add_exception_handler(HTTPException, raise_api_error)
+    app.router.route_class = RawRoute
+    embed.add_routes(app.router, engine, Pipeline(settings, engine, executor))
+    probes.add_routes(app.router, engine)
+    info.add_routes(app.router, settings, engine, own_version)
+    metrics.add_routes(app.router, registry)
+    docs.add_routes(app.router, app)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(
+    settings: Settings, engine: Engine, executor: ThreadPoolExecutor, app: FastAPI
+) -> AsyncIterator[None]:
+    if settings.model == "demo":
+        logger.warning("model demo: the weights are random, so the embeddings mean nothing")
+    engine.start()
+    yield
+    engine.drain()
+    engine.close()
+    executor.shutdown(wait=False, cancel_futures=True)
+
+
+def load_replica(settings: Settings) -> Replica:
+    """A replica of the model that the settings name, loading in its own thread."""
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    load = partial(
+        VisionEncoder.from_pretrained,
+        settings.model,
+        device=settings.device,
+        dtype=dtype,
+        revision=settings.revision,
+        attn_backend=settings.mm_encoder_attn_backend,
+        min_pixels=settings.min_pixels,
+        max_pixels=settings.max_pixels,
+    )
+    return Replica(settings.device, load)
+
+
+def _operation_id(route: APIRoute) -> str:
+    """A path's name in OpenAPI: `v1_models` for `/v1/models`."""
+    return route.path.strip("/").replace("/", "_")
+
+
+def find_version() -> str:
+    """Version of the installed package; a checkout that is not installed has none."""
+    try:
+        return version("vision-sidecar")
+    except PackageNotFoundError:
+        return "unknown"

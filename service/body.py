@@ -1,0 +1,112 @@
+"""Reading the body of `POST /embed` within its limits, in its three forms.
+
+Knows content types, sizes and time; knows nothing of what an image is, of the values of options or of HTTP
+frameworks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from python_multipart.multipart import parse_options_header
+
+from service.embed_body import BodyForm, BodyLimits, EmbedBody, RunBlocking, image_too_large
+from service.errors import BadRequest, BodyTimeout, TooLarge, UnsupportedMedia
+from service.json_body import JsonForm
+from service.multipart import MultipartForm
+
+__all__ = ["BodyLimits", "EmbedBody", "RunBlocking", "read_embed_body"]
+
+_SERVED_TYPES = "image/*, application/octet-stream, multipart/form-data and application/json"
+_HINT = "for one image send its bytes: curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' URL"
+
+
+async def read_embed_body(
+    content_type: str | None,
+    content_length: str | None,
+    chunks: AsyncIterator[bytes],
+    limits: BodyLimits,
+    run_blocking: RunBlocking,
+) -> EmbedBody:
+    """Reads a body as its content type says.
+
+    `run_blocking` is used for large JSON bodies only. Nothing is read where the two headers tell already that
+    the body will be refused. Raises `ApiError`; what `chunks` raises, such as that the client left, passes
+    through.
+    """
+    form = _form(content_type, limits)
+    _check_length(content_length, limits)
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(limits.timeout_s) as timeout:
+            async for chunk in chunks:
+                num_bytes += len(chunk)
+                if num_bytes > limits.max_body_bytes:
+                    raise _body_too_large(limits)
+                form.feed(chunk)
+    except TimeoutError:
+        if not timeout.expired():
+            raise
+        raise BodyTimeout(f"the body did not arrive within {limits.timeout_s:g} s") from None
+    if num_bytes == 0:
+        raise BadRequest("the body is empty", code="empty_input")
+    return await form.finish(run_blocking)
+
+
+def _form(content_type: str | None, limits: BodyLimits) -> BodyForm:
+    """The reader for a content type. Raises `UnsupportedMedia`; `BadRequest` where a boundary is missing."""
+    if not content_type:
+        raise _unsupported("the Content-Type header is missing")
+    # A header is latin-1 on the wire; the library would fail over anything else.
+    media_type, parameters = parse_options_header(content_type.encode("latin-1", "replace").decode("latin-1"))
+    if media_type.startswith(b"image/") or media_type == b"application/octet-stream":
+        return RawForm(limits)
+    if media_type == b"multipart/form-data":
+        return MultipartForm(parameters.get(b"boundary", b""), limits)
+    if media_type == b"application/json":
+        return JsonForm(limits)
+    shown = media_type[:100].decode("ascii", "backslashreplace")
+    if media_type == b"application/x-www-form-urlencoded":
+        raise _unsupported(f"a form of type {shown} holds no image")
+    raise _unsupported(f"the content type {shown or 'given'} is not served")
+
+
+def _unsupported(problem: str) -> UnsupportedMedia:
+    return UnsupportedMedia(
+        f"{problem}; served are {_SERVED_TYPES}; {_HINT}", code="unsupported_content_type"
+    )
+
+
+def _check_length(content_length: str | None, limits: BodyLimits) -> None:
+    if content_length is None:
+        return
+    # A length of many digits would cost time to convert, and the check on the running total comes anyway.
+    if not (content_length.isascii() and content_length.isdigit() and len(content_length) < 20):
+        raise BadRequest("the Content-Length header is not a number of bytes", code="invalid_body")
+    if int(content_length) > limits.max_body_bytes:
+        raise _body_too_large(limits)
+
+
+def _body_too_large(limits: BodyLimits) -> TooLarge:
+    return TooLarge(
+        f"the body has more than the {limits.max_body_bytes} bytes allowed", code="body_too_large"
+    )
+
+
+class RawForm:
+    """The body is the file of one image."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+        self._chunks: list[bytes] = []
+        self._num_bytes = 0
+
+    def feed(self, chunk: bytes) -> None:
+        self._num_bytes += len(chunk)
+        if self._num_bytes > self._limits.max_image_bytes:
+            raise image_too_large(self._limits, 0)
+        self._chunks.append(chunk)
+
+    async def finish(self, run_blocking: RunBlocking) -> EmbedBody:
+        return EmbedBody((b"".join(self._chunks),), {})

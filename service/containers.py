@@ -1,0 +1,267 @@
+"""What image files say of themselves before any pixel is decoded: size, orientation, which bytes matter.
+
+Decoders written for trusted files spend time and memory on whatever else a file carries: text that
+inflates a thousandfold, millions of tiny chunks, further frames. So each reader here walks its container
+once, in bounded time, and keeps only the parts that the pixels of the first image depend on.
+Knows nothing of limits or pixels. Readers raise any `Exception` for broken data; the caller makes one
+error of it.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import simplejpeg
+from PIL.AvifImagePlugin import AvifImageFile
+from PIL.JpegImagePlugin import JpegImageFile
+
+from service.formats import Format, unsupported
+from service.tiff import exif_orientation, read_tiff
+
+_MAX_CHUNKS = 65_536  # chunks or segments; real files have hundreds, rarely thousands
+_MAX_PREAMBLE_BYTES = 1 << 20  # of a GIF, up to its first image
+_MAX_SCANS = 1024  # of a JPEG; real files have about 10, and each costs a pass over all pixels
+_MAX_SCANNED_PIXELS = 1 << 29
+_MAX_PIXELS_PER_BYTE = 512  # of a Huffman-coded JPEG: at least a bit for each block of 8 × 8
+
+Parts = tuple[bytes | memoryview, ...]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The first image of a file. Sizes in pixels, as stored: before the orientation is applied."""
+
+    width: int
+    height: int
+    parts: Parts  # joined: a file with the same pixels, for Pillow
+    orientation: int = 1  # as in EXIF, 1 to 8
+    piece_pixels: int = 1  # pixels that a decoder holds at once beside the image
+    black: int = 0  # range of gray values of more than 8 bits
+    white: int = 65_535
+    frame: tuple[int, int, int, int] | None = None  # x, y, width, height of the pixels, if not all
+    is_plain_jpeg: bool = False  # one that simplejpeg decodes
+    is_plausible: bool = True  # or else not worth decoding
+
+
+_CHUNK = struct.Struct(">I4s")
+_IHDR = struct.Struct(">II5B")
+_SIZES = struct.Struct("<HHHH")
+_RIFF_CHUNK = struct.Struct("<4sI")
+
+# An FF followed by anything but FF (padding) and 00 (an FF among the compressed data).
+_MARKER = re.compile(rb"\xff([\x01-\xfe])", re.DOTALL)
+_SOS, _EOI, _APP1 = 0xDA, 0xD9, 0xE1
+_WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD9)})
+_SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_PROGRESSIVE_SOF = frozenset({0xC2, 0xC6, 0xCA, 0xCE})
+_HUFFMAN_SOF = frozenset({0xC0, 0xC1, 0xC2})
+_JPEG_KEPT = frozenset({*range(0xC0, 0xD0), 0xDB, 0xDD, 0xE0, 0xEE})  # frames, tables, restarts, JFIF, Adobe
+
+
+def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
+    """(marker, start, end) of the segments up to the first scan; `start` is where the marker stands."""
+    at = 2
+    for _ in range(_MAX_CHUNKS):
+        start, marker = at, data[at + 1]
+        if data[at] != 0xFF or not 0 < marker < 0xFF:  # something between two segments
+            found = _MARKER.search(data, at)
+            if found is None:
+                break
+            start, marker = found.start(), data[found.start(1)]
+        at = start + 2
+        if marker in _WITHOUT_LENGTH:
+            continue
+        if marker != _EOI:
+            at += data[at] << 8 | data[at + 1]
+        yield marker, start, at
+        if marker in (_SOS, _EOI):
+            return
+    raise ValueError("a JPEG without a scan")
+
+
+def _read_jpeg(data: bytes) -> Stored:
+    orientation, num_components, has_few_scans, is_huffman = 1, 0, True, False
+    for marker, start, end in _jpeg_segments(data):
+        if marker == _APP1 and data.startswith(b"Exif\0\0", start + 4):
+            orientation = exif_orientation(data[start + 4 : end])
+        elif marker in _SOF:
+            has_few_scans, is_huffman = marker not in _PROGRESSIVE_SOF, marker in _HUFFMAN_SOF
+            num_components = data[start + 9]
+        elif marker == _SOS:
+            # A first scan without all of the components may be the first of any number.
+            has_few_scans = has_few_scans and data[start + 4] >= num_components
+    try:
+        height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
+        is_plain = colorspace in ("YCbCr", "RGB", "Gray")
+    except ValueError:  # Pillow may still read it
+        with JpegImageFile(io.BytesIO(b"".join(essential_jpeg(data)))) as image:
+            width, height = image.size
+            is_plain = False
+    num_pixels = width * height
+    is_plausible = not is_huffman or num_pixels <= len(data) * _MAX_PIXELS_PER_BYTE
+    if is_plausible and not has_few_scans:
+        is_plausible = data.count(b"\xff\xda") <= _max_scans(num_pixels)
+    return Stored(width, height, (data,), orientation, is_plain_jpeg=is_plain, is_plausible=is_plausible)
+
+
+def _max_scans(num_pixels: int) -> int:
+    return min(_MAX_SCANS, max(16, _MAX_SCANNED_PIXELS // max(1, num_pixels)))
+
+
+def essential_jpeg(data: bytes) -> Parts:
+    """The segments of a JPEG that its pixels depend on, and everything from its first scan on."""
+    view = memoryview(data)
+    parts: list[bytes | memoryview] = [view[:2]]
+    for marker, start, end in _jpeg_segments(data):
+        if marker in _JPEG_KEPT:
+            parts.append(view[start:end])
+        elif marker == _SOS:
+            parts.append(view[start:])
+    return tuple(parts)
+
+
+def _read_png(data: bytes) -> Stored:
+    view = memoryview(data)
+    parts: list[bytes | memoryview] = [view[:8]]
+    orientation, at, has_palette = 1, 8, False
+    length, kind = _CHUNK.unpack_from(data, at)
+    if kind == b"CgBI":
+        raise unsupported("an iOS-optimised PNG")
+    if kind != b"IHDR" or length != 13:
+        raise ValueError("a PNG without a header")
+    width, height, depth, color, *_ = _IHDR.unpack_from(data, at + 8)
+    for _ in range(_MAX_CHUNKS):
+        end = at + 12 + length
+        if kind in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
+            parts.append(view[at:end])
+            has_palette = has_palette or kind == b"PLTE"
+        elif kind == b"tRNS":
+            parts.append(_transparency(data[at:end], depth, color))
+        elif kind == b"eXIf":
+            orientation = exif_orientation(data[at + 8 : end - 4])
+        at = end
+        if kind == b"IEND" or at + 8 > len(data):
+            break
+        length, kind = _CHUNK.unpack_from(data, at)
+    else:
+        raise ValueError("too many chunks")
+    if color == 3 and not has_palette:
+        raise ValueError("a palette image without a palette")
+    return Stored(width, height, tuple(parts), orientation)
+
+
+def _transparency(chunk: bytes, depth: int, color: int) -> bytes:
+    """A tRNS chunk whose transparent value is scaled to 8 bits wherever Pillow scales the pixels so."""
+    if color == 0 and depth in (2, 4):
+        values = [struct.unpack_from(">H", chunk, 8)[0] * 255 // (2**depth - 1) & 0xFFFF]
+    elif color == 2 and depth == 16:
+        values = [value >> 8 for value in struct.unpack_from(">3H", chunk, 8)]
+    else:
+        return chunk
+    body = b"tRNS" + struct.pack(f">{len(values)}H", *values)
+    return struct.pack(">I", len(body) - 4) + body + struct.pack(">I", zlib.crc32(body))
+
+
+def _read_gif(data: bytes) -> Stored:
+    screen_width, screen_height, flags = struct.unpack_from("<HHB", data, 6)
+    palette_end = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
+    at, control = _find_gif_frame(data, palette_end)
+    x, y, width, height = _SIZES.unpack_from(data, at + 1)
+    if not width or not height:
+        raise ValueError("an empty frame")
+    view = memoryview(data)
+    parts = (
+        b"GIF89a" + struct.pack("<HH", width, height),
+        view[10:palette_end],
+        control,
+        b"," + _SIZES.pack(0, 0, width, height),
+        view[at + 9 :],
+    )
+    full = max(screen_width, x + width), max(screen_height, y + height)
+    return Stored(*full, parts, frame=None if full == (width, height) else (x, y, width, height))
+
+
+def _find_gif_frame(data: bytes, at: int) -> tuple[int, bytes]:
+    """Where the first frame is, and its control extension, reduced to the transparent index."""
+    limit = at + _MAX_PREAMBLE_BYTES
+    control = b""
+    while at < limit:
+        if data[at] == 0x2C:
+            return at, control
+        if data[at] != 0x21:
+            raise ValueError("not a GIF block")
+        if data[at + 1] == 0xF9:
+            control = b"!\xf9\4" + bytes((data[at + 3] & 1, 0, 0, data[at + 6], 0))
+        at += 2
+        while data[at] and at < limit:
+            at += data[at] + 1
+        at += 1
+    raise ValueError("no frame at the start of the GIF")
+
+
+def _read_webp(data: bytes) -> Stored:
+    kind = data[12:16]
+    if kind == b"VP8X":
+        width, height = (int.from_bytes(data[at : at + 3], "little") + 1 for at in (24, 27))
+    elif kind == b"VP8L" and data[20] == 0x2F:
+        (bits,) = struct.unpack_from("<I", data, 21)
+        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    elif kind == b"VP8 " and data[23:26] == b"\x9d\1\x2a":
+        width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
+    else:
+        raise ValueError("not a WebP image")
+    return Stored(width, height, (data,), _webp_orientation(data) if kind == b"VP8X" else 1)
+
+
+def _webp_orientation(data: bytes) -> int:
+    at = 12
+    for _ in range(_MAX_CHUNKS):
+        if at + 8 > len(data):
+            return 1
+        kind, length = _RIFF_CHUNK.unpack_from(data, at)
+        if kind == b"EXIF":
+            return exif_orientation(data[at + 8 : at + 8 + length])
+        at += 8 + length + (length & 1)
+    raise ValueError("too many chunks")
+
+
+# An EXIF item in the item list of an ISO media file; its number has 16 bits in version 2, 32 in version 3.
+_EXIF_ITEM = re.compile(rb"(infe(?:\x02.{7}|\x03.{9}))Exif", re.DOTALL)
+
+
+def _read_avif(data: bytes) -> Stored:
+    """An AVIF has its orientation in its own properties; EXIF does not count, and is hidden from Pillow."""
+    renamed = _EXIF_ITEM.sub(rb"\1none", data, count=8)
+    with AvifImageFile(io.BytesIO(renamed)) as image:
+        orientation = exif_orientation(image.info.get("exif", b""))
+        return Stored(image.width, image.height, (renamed,), orientation)
+
+
+def _read_bmp(data: bytes) -> Stored:
+    (header_bytes,) = struct.unpack_from("<I", data, 14)
+    width, height = struct.unpack_from("<HH" if header_bytes == 12 else "<ii", data, 18)
+    return Stored(width, abs(height), (data,))  # a negative height means rows from the top
+
+
+def _read_tiff(data: bytes) -> Stored:
+    tiff = read_tiff(data)
+    white = 4095 if tiff.bits == 12 else 65_535
+    black, white = (white, 0) if tiff.white_is_zero else (0, white)
+    parts, pieces = tiff.parts, tiff.piece_pixels
+    return Stored(tiff.width, tiff.height, parts, tiff.orientation, pieces, black, white)
+
+
+READERS: Mapping[Format, Callable[[bytes], Stored]] = {
+    "JPEG": _read_jpeg,
+    "PNG": _read_png,
+    "GIF": _read_gif,
+    "WEBP": _read_webp,
+    "AVIF": _read_avif,
+    "BMP": _read_bmp,
+    "TIFF": _read_tiff,
+}

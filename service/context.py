@@ -1,0 +1,32 @@
+"""What is known of one request from the first byte to the last: its id and how long its stages took.
+
+Made by the middleware, filled by whoever does the work, read by the middleware again for headers and metrics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import cast
+
+from starlette.types import Scope
+
+from service.metrics import Stage
+
+_KEY = "vision_sidecar.context"
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One request. `stages_s` holds the wall time of each stage so far, in seconds."""
+
+    request_id: str
+    stages_s: dict[Stage, float] = field(default_factory=dict)
+
+    def attach(self, scope: Scope) -> None:
+        """Leaves the context where `context_of` finds it."""
+        scope[_KEY] = self
+
+
+def context_of(scope: Scope) -> RequestContext:
+    """The context that the middleware attached to the request."""
+    return cast(RequestContext, scope[_KEY])

@@ -1,0 +1,80 @@
+"""What a body of `POST /embed` holds, whatever its form: its limits, and the errors that all forms share.
+
+Knows nothing of the forms."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, TypeVarTuple
+
+from service.errors import BadRequest, TooLarge
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    """What a body may be at most. All of it is enforced while the body arrives."""
+
+    max_body_bytes: int
+    max_image_bytes: int  # of one image, as it stands in its file
+    max_images: int
+    timeout_s: float  # for the whole body to arrive
+
+
+@dataclass(frozen=True)
+class EmbedBody:
+    """The images of a request, each as the bytes of its file, and its options as sent, not validated."""
+
+    images: tuple[bytes, ...]  # at least one, none of them empty
+    options: Mapping[str, str | bool]  # by name
+
+
+class RunBlocking(Protocol):
+    """Runs a function off the event loop, such as in a thread pool."""
+
+    def __call__(self, fn: Callable[[*Ts], T], /, *args: *Ts) -> Awaitable[T]: ...
+
+
+class BodyForm(Protocol):
+    """Takes one body in, in one of its forms. Made for one request."""
+
+    def feed(self, chunk: bytes) -> None:
+        """Takes the next bytes. Raises `ApiError` as soon as a limit is passed."""
+
+    async def finish(self, run_blocking: RunBlocking) -> EmbedBody:
+        """Says what the body held. Raises `ApiError`."""
+
+
+def image_param(index: int) -> str:
+    """How errors name an image of a request, such as `images[3]`."""
+    return f"images[{index}]"
+
+
+def printable(text: str) -> str:
+    """Text from a client, cut and escaped, so that an error may carry it."""
+    return text[:64].encode("unicode_escape").decode("ascii")
+
+
+def image_too_large(limits: BodyLimits, index: int) -> TooLarge:
+    """An image passed its limit while it arrived, so its size is not known."""
+    message = f"the image has more than the {limits.max_image_bytes} bytes allowed"
+    return TooLarge(message, code="image_too_large", param=image_param(index))
+
+
+def too_many_images(limits: BodyLimits) -> TooLarge:
+    """The body holds more images than one request may."""
+    message = f"the request has more than the {limits.max_images} images allowed"
+    return TooLarge(message, code="too_many_images", param="images")
+
+
+def check_images(images: Sequence[bytes]) -> tuple[bytes, ...]:
+    """The images of a body that has been read. Raises `BadRequest` where there is none or one is empty."""
+    if not images:
+        raise BadRequest("the request holds no image", code="empty_input", param="images")
+    for index, image in enumerate(images):
+        if not image:
+            raise BadRequest("the image is empty", code="empty_input", param=image_param(index))
+    return tuple(images)

@@ -1,0 +1,156 @@
+"""Every error that a client can see, its status and its code. Knows nothing of HTTP frameworks.
+
+ApiError
+├── BadRequest            400   (code given where it is raised)
+├── Unauthorized          401   invalid_api_key
+├── NotFound              404   not_found
+├── MethodNotAllowed      405   method_not_allowed
+├── NotAcceptable         406   not_acceptable
+├── BodyTimeout           408   body_timeout
+├── TooLarge              413   (code given where it is raised)
+├── UnsupportedMedia      415   (code given where it is raised)
+├── InvalidShape          422   invalid_request
+├── InternalError         500   internal_error
+├── NonFiniteOutput       500   non_finite_output
+└── Unavailable           503   not_ready · draining · device_failed     (with Retry-After)
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, get_args
+
+ErrorCode = Literal[
+    "invalid_image",
+    "invalid_aspect_ratio",
+    "empty_input",
+    "invalid_body",
+    "invalid_json",
+    "invalid_base64",
+    "invalid_option",
+    "option_conflict",
+    "response_too_large",
+    "url_not_allowed",
+    "invalid_api_key",
+    "not_found",
+    "method_not_allowed",
+    "not_acceptable",
+    "body_timeout",
+    "body_too_large",
+    "image_too_large",
+    "too_many_pixels",
+    "too_many_images",
+    "too_many_tokens",
+    "unsupported_content_type",
+    "unsupported_image_format",
+    "invalid_request",
+    "internal_error",
+    "non_finite_output",
+    "not_ready",
+    "draining",
+    "device_failed",
+]
+ERROR_CODES: tuple[ErrorCode, ...] = get_args(ErrorCode)
+
+
+class ApiError(Exception):
+    """An error with a status and a body. `param` names the culprit, such as `images[3]` or an option."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    code: ErrorCode = "internal_error"
+    retry_after_s: int | None = None
+
+    def __init__(self, message: str, *, code: ErrorCode | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code or self.code
+        self.param = param
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The one error body of every route."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        """Headers that belong to the error beside those of every response."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+class BadRequest(ApiError):
+    status = 400
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, *, code: ErrorCode, param: str | None = None) -> None:
+        super().__init__(message, code=code, param=param)
+
+
+class Unauthorized(ApiError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
+
+
+class NotFound(ApiError):
+    status = 404
+    type = "invalid_request_error"
+    code = "not_found"
+
+
+class MethodNotAllowed(ApiError):
+    status = 405
+    type = "invalid_request_error"
+    code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allow: str) -> None:
+        super().__init__(message)
+        self.allow = allow
+
+    def headers(self) -> dict[str, str]:
+        return {"Allow": self.allow}
+
+
+class NotAcceptable(ApiError):
+    status = 406
+    type = "invalid_request_error"
+    code = "not_acceptable"
+
+
+class BodyTimeout(ApiError):
+    status = 408
+    type = "invalid_request_error"
+    code = "body_timeout"
+
+    def headers(self) -> dict[str, str]:
+        return {"Connection": "close"}
+
+
+class TooLarge(BadRequest):
+    status = 413
+
+
+class UnsupportedMedia(BadRequest):
+    status = 415
+
+
+class InvalidShape(ApiError):
+    status = 422
+    type = "invalid_request_error"
+    code = "invalid_request"
+
+
+class InternalError(ApiError):
+    status = 500
+    code = "internal_error"
+
+
+class NonFiniteOutput(ApiError):
+    status = 500
+    code = "non_finite_output"
+
+
+class Unavailable(ApiError):
+    status = 503
+    code = "not_ready"
+    retry_after_s = 5

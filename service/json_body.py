@@ -1,0 +1,136 @@
+"""The JSON form of a body: `{"images": [item, …], …options}`.
+
+Knows the shape of the document; how an image is written as text is `inline_images`' affair.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import NoReturn
+
+from service.embed_body import (
+    BodyLimits,
+    EmbedBody,
+    RunBlocking,
+    check_images,
+    image_param,
+    printable,
+    too_many_images,
+)
+from service.errors import ApiError, BadRequest, InvalidShape
+from service.inline_images import decode_base64, decode_item, decode_url
+from service.options import OPTION_NAMES
+
+# Larger documents are parsed off the event loop; below this a hop to another thread costs more.
+_MAX_INLINE_BYTES = 2**16
+# A body full of tiny values would take many times its size in memory. Base64 has none of these characters.
+_MAX_STRUCTURAL_CHARS = 100_000
+
+
+class JsonForm:
+    """Collects the document and parses it when it is complete."""
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+        self._chunks: list[bytes] = []
+
+    def feed(self, chunk: bytes) -> None:
+        self._chunks.append(chunk)
+
+    async def finish(self, run_blocking: RunBlocking) -> EmbedBody:
+        body = b"".join(self._chunks)
+        self._chunks.clear()
+        if len(body) > _MAX_INLINE_BYTES:
+            return await run_blocking(parse_json_body, body, self._limits)
+        return parse_json_body(body, self._limits)
+
+
+def parse_json_body(body: bytes, limits: BodyLimits) -> EmbedBody:
+    """Parses the document and decodes its images. Raises `BadRequest`, `InvalidShape`, `TooLarge`."""
+    document = _load(body)
+    if not isinstance(document, dict):
+        raise InvalidShape('the body must be an object such as {"images": ["<base64>"]}')
+    for name in document:
+        if name not in ("images", *OPTION_NAMES):
+            raise InvalidShape(f"unknown member {printable(name)}", param=printable(name))
+    if "images" not in document:
+        raise InvalidShape("the member images is missing", param="images")
+    options = {name: _option(name, value) for name, value in document.items() if name != "images"}
+    return EmbedBody(_images(document["images"], limits), options)
+
+
+def _load(body: bytes) -> object:
+    """The document. Numbers, for which there is no use in it, become `None`."""
+    if sum(body.count(char) for char in (b",", b"[", b"{")) > _MAX_STRUCTURAL_CHARS:
+        raise BadRequest("the JSON has far more values than any request needs", code="invalid_json")
+    try:
+        return json.loads(
+            body.decode("utf-8-sig"),
+            object_pairs_hook=_object,
+            parse_int=_number,
+            parse_float=_number,
+            parse_constant=_refuse_constant,
+        )
+    except UnicodeDecodeError:
+        raise BadRequest("the JSON is not UTF-8", code="invalid_json") from None
+    except RecursionError:
+        raise BadRequest("the JSON is nested too deeply", code="invalid_json") from None
+    except json.JSONDecodeError as error:
+        message = f"malformed JSON at line {error.lineno}, column {error.colno}: {error.msg}"
+        raise BadRequest(message, code="invalid_json") from None
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        raise BadRequest("a member stands twice in one JSON object", code="invalid_json")
+    return members
+
+
+def _number(_text: str) -> None:
+    return None
+
+
+def _refuse_constant(text: str) -> NoReturn:
+    raise BadRequest(f"{text} is not JSON", code="invalid_json")
+
+
+def _option(name: str, value: object) -> str | bool:
+    if not isinstance(value, str | bool):
+        raise InvalidShape(f"{name} must be a string or a boolean", param=name)
+    return value
+
+
+def _images(value: object, limits: BodyLimits) -> tuple[bytes, ...]:
+    items = value if isinstance(value, list) else [value]
+    if len(items) > limits.max_images:
+        raise too_many_images(limits)
+    return check_images([_image(item, index, limits.max_image_bytes) for index, item in enumerate(items)])
+
+
+def _image(item: object, index: int, max_bytes: int) -> bytes:
+    try:
+        return _decode(item, max_bytes)
+    except ApiError as error:
+        error.param = image_param(index)
+        raise
+
+
+def _decode(item: object, max_bytes: int) -> bytes:
+    match item:
+        case str():
+            return decode_item(item, max_bytes)
+        case {"data": str(data), **others} if not others:
+            return decode_base64(data, max_bytes)
+        case {"url": str(url), **others} if not others:
+            return decode_url(url, max_bytes)
+    raise InvalidShape('an image must be a string, {"data": "<base64>"} or {"url": "…"}' + _unknown(item))
+
+
+def _unknown(item: object) -> str:
+    """Names the members that an item should not have, for the error's message."""
+    names = (
+        [printable(name) for name in item if name not in ("data", "url")] if isinstance(item, Mapping) else []
+    )
+    return f"; unknown: {', '.join(names[:3])}" if names else ""

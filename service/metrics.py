@@ -1,0 +1,175 @@
+"""Every metric, on a registry that is passed in, with label sets that are closed and start at 0.
+
+Knows what is counted and under which name; knows nothing of requests, tensors or HTTP frameworks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+from models import BatchStats
+from service.errors import ERROR_CODES, ErrorCode
+
+Stage = Literal["read", "fetch", "decode", "queue", "encode", "serialize"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+MISS_REASONS = ("oversize", "disabled", "error")
+STATUSES = (200, 400, 401, 404, 405, 406, 408, 413, 415, 422, 429, 499, 500, 502, 503, 504)
+OTHER = "other"  # a route or status that is not in the closed list
+
+STAGE_BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+REQUEST_BUCKETS_S = (
+    *(0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2),
+    *(0.5, 1, 2, 5, 10, 30, 60),
+)
+BATCH_IMAGES_BUCKETS = tuple(2**n for n in range(9))  # 1 to 256
+BATCH_TOKENS_BUCKETS = tuple(2**n for n in range(6, 17))  # 64 to 65536
+
+
+@dataclass(frozen=True)
+class _Device:
+    """The series of one device."""
+
+    hits: Counter
+    misses: dict[str, Counter]  # by reason
+    busy_seconds: Counter
+    up: Gauge
+
+
+class Metrics:
+    """The server's metrics. Threads may share it; every call is a dictionary look-up and an addition.
+
+    `routes` are the templates that requests are counted under; all others are counted as `other`.
+    """
+
+    def __init__(self, registry: CollectorRegistry, routes: Sequence[str]) -> None:
+        make = _Maker(registry)
+        ProcessCollector(registry=registry)
+        self._create_request_metrics(make, (*routes, OTHER))
+        self._create_batch_metrics(make)
+        self.requests_in_flight = make.gauge("requests_in_flight", "Requests being answered.")
+        self.ready = make.gauge("ready", "1 while the server takes requests, else 0.")
+        self._info = make.gauge(
+            "info", "What is served; always 1.", "model", "fingerprint", "dtype", "attn_backend", "version"
+        )
+
+    def _create_request_metrics(self, make: _Maker, routes: Sequence[str]) -> None:
+        requests = make.counter(
+            "requests", "Requests answered; status 499: the caller left.", "route", "status"
+        )
+        statuses = (*map(str, STATUSES), OTHER)
+        self._requests = {
+            (route, status): requests.labels(route, status) for route in routes for status in statuses
+        }
+        durations = make.histogram(
+            "request_duration_seconds", "Time to the last byte of 2xx answers.", REQUEST_BUCKETS_S, "route"
+        )
+        self._request_durations = {route: durations.labels(route) for route in routes}
+        stages = make.histogram("stage_duration_seconds", "Wall time of a stage.", STAGE_BUCKETS_S, "stage")
+        self._stages = {stage: stages.labels(stage) for stage in STAGES}
+        errors = make.counter("errors", "Error answers, by the code in their body.", "code")
+        self._errors = {code: errors.labels(code) for code in ERROR_CODES}
+
+    def _create_batch_metrics(self, make: _Maker) -> None:
+        self._images = make.counter("images", "Images encoded.")
+        self._image_tokens = make.counter("image_tokens", "Output tokens of the images encoded.")
+        self._batch_images = make.histogram("batch_images", "Images in a batch.", BATCH_IMAGES_BUCKETS)
+        self._batch_tokens = make.histogram("batch_tokens", "Output tokens of a batch.", BATCH_TOKENS_BUCKETS)
+        self._hits = make.counter("encoder_cudagraph_hits", "Images run by graph replay.", "device")
+        self._misses = make.counter("encoder_cudagraph_misses", "Images run eagerly.", "device", "reason")
+        self._busy_seconds = make.counter("device_busy_seconds", "Time that a device worked.", "device")
+        self._up = make.gauge("device_up", "1 while a device takes batches, else 0.", "device")
+        self._devices: dict[str, _Device] = {}
+
+    def add_device(self, device: str) -> None:
+        """Starts the series of a device at 0."""
+        self._devices[device] = _Device(
+            hits=self._hits.labels(device),
+            misses={reason: self._misses.labels(device, reason) for reason in MISS_REASONS},
+            busy_seconds=self._busy_seconds.labels(device),
+            up=self._up.labels(device),
+        )
+
+    def set_device_up(self, device: str, up: bool) -> None:
+        """Says whether a device that was added takes batches."""
+        self._devices[device].up.set(up)
+
+    def set_info(self, *, model: str, fingerprint: str, dtype: str, attn_backend: str, version: str) -> None:
+        """Says what is served, once it is loaded."""
+        self._info.labels(model, fingerprint, dtype, attn_backend, version).set(1)
+
+    def observe_request(self, route: str, status: int, duration_s: float) -> None:
+        """Counts an answered request; its duration to the last byte counts where the status is 2xx."""
+        if route not in self._request_durations:
+            route = OTHER
+        self._requests[route, str(status) if status in STATUSES else OTHER].inc()
+        if 200 <= status < 300:
+            self._request_durations[route].observe(duration_s)
+
+    def observe_stage(self, stage: Stage, duration_s: float) -> None:
+        """Records the wall time of one stage of a request."""
+        assert stage in self._stages, f"unknown stage {stage!r}"
+        self._stages[stage].observe(duration_s)
+
+    def count_error(self, code: ErrorCode) -> None:
+        """Counts an error answer."""
+        assert code in self._errors, f"unknown error code {code!r}"
+        self._errors[code].inc()
+
+    def observe_batch(self, device: str, stats: BatchStats) -> None:
+        """Records a batch that a device has finished."""
+        assert stats.num_images == stats.hits + sum(stats.misses.values()), f"hits and misses differ: {stats}"
+        assert set(stats.misses) <= set(MISS_REASONS), f"unknown reason for a miss: {stats}"
+        series = self._devices[device]
+        self._images.inc(stats.num_images)
+        self._image_tokens.inc(stats.num_tokens)
+        self._batch_images.observe(stats.num_images)
+        self._batch_tokens.observe(stats.num_tokens)
+        series.hits.inc(stats.hits)
+        for reason, count in stats.misses.items():
+            series.misses[reason].inc(count)
+        series.busy_seconds.inc(stats.busy_s)
+
+
+class _Maker:
+    """Creates metrics with our prefix on one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"vision_sidecar_{name}", text, labels, registry=self._registry)
+
+    def gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"vision_sidecar_{name}", text, labels, registry=self._registry)
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"vision_sidecar_{name}", text, labels, buckets=buckets, registry=self._registry)
+
+
+class _WithoutCreated(Collector):
+    """A registry without its `_created` series. The library's own switch is global to the process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric
+
+
+def render(registry: CollectorRegistry, accept: str | None) -> tuple[bytes, str]:
+    """The exposition and its content type: OpenMetrics where `accept` asks for it, else Prometheus text."""
+    collector = _WithoutCreated(registry)
+    try:
+        encode, content_type = choose_encoder(accept or "")
+        return encode(collector), content_type
+    except TypeError:  # the library compares an unusual version in `accept`, such as `1.x`, with numbers
+        encode, content_type = choose_encoder("")
+        return encode(collector), content_type

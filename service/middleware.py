@@ -1,0 +1,159 @@
+"""Around every request: its id, the headers of every answer, metrics, and errors as the one error body.
+
+Plain ASGI. Knows HTTP and the error tree; knows nothing of images or models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+import uuid
+from typing import NoReturn, cast
+
+import orjson
+from fastapi import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.context import RequestContext
+from service.errors import ApiError, InternalError, MethodNotAllowed, NotFound, Unavailable
+from service.metrics import OTHER, Metrics
+
+logger = logging.getLogger(__name__)
+
+CLIENT_LEFT = 499
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+_FIXED_HEADERS = [
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+    (b"vary", b"Accept"),
+]
+
+
+class RequestMiddleware:
+    """Wraps the app. Requests to `probes` are answered like others, but neither counted nor logged."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, probes: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._probes = probes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["path"] in self._probes:
+            await self._answer(_Exchange(scope, receive, send), log=False)
+            return
+        exchange = _Exchange(scope, receive, send)
+        self._metrics.requests_in_flight.inc()
+        try:
+            await self._answer(exchange, log=True)
+        finally:
+            self._metrics.requests_in_flight.dec()
+            self._record(exchange)
+
+    async def _answer(self, exchange: _Exchange, *, log: bool) -> None:
+        try:
+            await self._app(exchange.scope, exchange.receive, exchange.send)
+        except ClientDisconnect:
+            exchange.status = CLIENT_LEFT
+        except ApiError as error:
+            if log and error.status >= 500:
+                logger.warning("%s: %d %s: %s", exchange.title, error.status, error.code, error.message)
+            await exchange.send_error(error)
+        except asyncio.CancelledError:
+            if exchange.started:
+                raise
+            await exchange.send_error(
+                Unavailable("the server stopped before it could answer", code="draining")
+            )
+        except Exception:
+            logger.exception("%s failed", exchange.title)
+            if exchange.started:
+                raise  # the server closes the connection, so that the caller sees that the answer is cut
+            await exchange.send_error(
+                InternalError("the server failed to answer; its log has the request id")
+            )
+
+    def _record(self, exchange: _Exchange) -> None:
+        route = exchange.route
+        self._metrics.observe_request(route, exchange.status, time.perf_counter() - exchange.started_at)
+        for stage, seconds in exchange.context.stages_s.items():
+            self._metrics.observe_stage(stage, seconds)
+        if exchange.error is not None:
+            self._metrics.count_error(exchange.error.code)
+
+
+class _Exchange:
+    """One request and its answer on their way through."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.started_at = time.perf_counter()
+        self.context = RequestContext(_request_id(scope))
+        self.context.attach(scope)
+        # A HEAD is a GET whose body is not sent, so that no route needs to know of it.
+        self.is_head = scope["method"] == "HEAD"
+        self.scope = {**scope, "method": "GET"} if self.is_head else scope
+        self.receive = receive
+        self.status = 500
+        self.started = False
+        self.error: ApiError | None = None
+        self._send = send
+
+    @property
+    def route(self) -> str:
+        """The template of the route that the router found."""
+        found = self.scope.get("route")
+        return OTHER if found is None else cast(str, found.path)
+
+    @property
+    def title(self) -> str:
+        """What the log calls it."""
+        return f"{self.scope['method']} {self.route} [{self.context.request_id}]"
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            self.status = message["status"]
+            message["headers"] = [*message.get("headers", ()), *_FIXED_HEADERS, *self._own_headers()]
+        elif self.is_head:
+            message = {**message, "body": b""}
+        await self._send(message)
+
+    async def send_error(self, error: ApiError) -> None:
+        self.error = error
+        body = orjson.dumps(error.body())
+        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        headers += [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
+        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await self.send({"type": "http.response.body", "body": body})
+
+    def _own_headers(self) -> list[tuple[bytes, bytes]]:
+        stages = [f"{stage};dur={seconds * 1e3:.2f}" for stage, seconds in self.context.stages_s.items()]
+        stages.append(f"total;dur={(time.perf_counter() - self.started_at) * 1e3:.2f}")
+        return [
+            (b"x-request-id", self.context.request_id.encode()),
+            (b"server-timing", ", ".join(stages).encode()),
+        ]
+
+
+def _request_id(scope: Scope) -> str:
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return cast(bytes, value).decode()
+    return uuid.uuid4().hex
+
+
+async def raise_api_error(request: Request, error: Exception) -> NoReturn:
+    """Handler of the router's own errors: raises what the error tree has for them."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = set((error.headers or {})["Allow"].split(", "))
+        allow = ", ".join(sorted(allowed | ({"HEAD"} if "GET" in allowed else set())))
+        raise MethodNotAllowed(f"{request.scope['path']} takes {allow}", allow=allow)
+    assert error.status_code == 404, f"the router raised {error.status_code}"
+    raise NotFound("there is no such path; /docs has those that there are")

@@ -1,0 +1,68 @@
+"""`/openapi.json`, and `/docs`: Swagger UI with assets of our own, so that it works without other hosts."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+import orjson
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import HTMLResponse
+
+PAGE = "/docs"
+OPENAPI = "/openapi.json"
+ASSETS = {  # path → media type and name in the package that carries Swagger UI
+    "/docs/swagger-ui.css": ("text/css", "swagger-ui.css"),
+    "/docs/swagger-ui-bundle.js": ("text/javascript", "swagger-ui-bundle.js"),
+}
+START = "/docs/start.js"
+PATHS = (PAGE, OPENAPI, *ASSETS, START)
+
+# Addresses are relative to the page, so that it works behind a proxy that adds a prefix.
+_HTML = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>vision-sidecar</title>
+<link rel="icon" href="data:,">
+<link rel="stylesheet" href="docs/swagger-ui.css">
+</head>
+<body>
+<div id="swagger-ui"></div>
+<script src="docs/swagger-ui-bundle.js"></script>
+<script src="docs/start.js"></script>
+</body>
+</html>
+"""
+_START_JS = 'SwaggerUIBundle({url: "openapi.json", dom_id: "#swagger-ui", deepLinking: true});\n'
+
+# Swagger UI writes style elements into the page and has its icons in data: URLs.
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+def add_routes(router: APIRouter, app: FastAPI) -> None:
+    async def openapi(request: Request) -> Response:
+        return Response(orjson.dumps(app.openapi()), media_type="application/json")
+
+    async def page(request: Request) -> Response:
+        return HTMLResponse(_HTML, headers={"Content-Security-Policy": _POLICY})
+
+    async def asset(request: Request) -> Response:
+        media_type, name = ASSETS[request.scope["path"]]
+        return Response(_read_asset(name), media_type=media_type)
+
+    async def start(request: Request) -> Response:
+        return Response(_START_JS, media_type="text/javascript")
+
+    router.add_api_route(PAGE, page, summary="This page", response_class=HTMLResponse, tags=["docs"])
+    router.add_api_route(OPENAPI, openapi, summary="The OpenAPI description", tags=["docs"])
+    router.add_api_route(START, start, include_in_schema=False)
+    for path in ASSETS:
+        router.add_api_route(path, asset, include_in_schema=False)
+
+
+def _read_asset(name: str) -> bytes:
+    return (files("fastapi_offline") / "static" / name).read_bytes()

@@ -1,0 +1,77 @@
+"""What is served: `/info` and, in the shape of OpenAI's API, `/v1/models`."""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import APIRouter, Request, Response
+
+from service.engine import Engine, dtype_name
+from service.schemas import Info, Limits, ModelCard, ModelList, Preprocessing, error_responses
+from service.settings import Settings
+
+INFO = "/info"
+MODELS = "/v1/models"
+PATHS = (INFO, MODELS)
+
+
+def add_routes(router: APIRouter, settings: Settings, engine: Engine, version: str) -> None:
+    card = ModelCard(id=settings.served_name, created=int(time.time()))
+    models_body = ModelList(data=[card]).model_dump_json().encode()
+
+    async def info(request: Request) -> Response:
+        engine.check_loaded()
+        body = _info(settings, engine, version).model_dump_json()
+        return Response(body, media_type="application/json")
+
+    async def models(request: Request) -> Response:
+        return Response(models_body, media_type="application/json")
+
+    router.add_api_route(
+        INFO,
+        info,
+        summary="The model, its dimensions, limits and preprocessing",
+        responses={200: {"model": Info}, **error_responses(503)},
+        tags=["model"],
+    )
+    router.add_api_route(
+        MODELS,
+        models,
+        summary="The served model, in the shape of OpenAI's API",
+        responses={200: {"model": ModelList}},
+        tags=["model"],
+    )
+
+
+def _info(settings: Settings, engine: Engine, version: str) -> Info:
+    encoder = engine.encoder
+    config = encoder.preprocessor.config
+    return Info(
+        model=settings.served_name,
+        demo=settings.model == "demo",
+        revision=encoder.revision,
+        fingerprint=encoder.fingerprint,
+        dtype=dtype_name(encoder.dtype),
+        device=str(encoder.device),
+        attn_backend=encoder.attn_backend,
+        hidden_size=encoder.hidden_size,
+        width=encoder.width,
+        num_deepstack=encoder.num_deepstack,
+        limits=Limits(
+            max_body_bytes=settings.max_body_bytes,
+            max_image_bytes=settings.max_image_bytes,
+            max_image_pixels=settings.max_image_pixels,
+            max_images_per_request=settings.max_images_per_request,
+            max_request_tokens=settings.max_request_tokens,
+        ),
+        preprocessing=Preprocessing(
+            patch_size=config.patch_size,
+            temporal_patch_size=config.temporal_patch_size,
+            merge_size=config.merge_size,
+            min_pixels=config.min_pixels,
+            max_pixels=config.max_pixels,
+            mean=config.mean,
+            std=config.std,
+        ),
+        version=version,
+    )

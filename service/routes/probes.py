@@ -1,0 +1,40 @@
+"""Probes for an orchestrator. They never touch the device."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from service.engine import Engine
+from service.schemas import Status, error_responses
+
+LIVE = "/healthz"
+READY = ("/readyz", "/health")
+PATHS = (LIVE, *READY)
+
+_OK = Status().model_dump_json().encode()
+
+
+def add_routes(router: APIRouter, engine: Engine) -> None:
+    async def live(request: Request) -> Response:
+        engine.check_alive()
+        return Response(_OK, media_type="application/json")
+
+    async def ready(request: Request) -> Response:
+        engine.check_ready()
+        return Response(_OK, media_type="application/json")
+
+    router.add_api_route(
+        LIVE,
+        live,
+        summary="Is the process of use? 503 where only a restart helps",
+        responses={200: {"model": Status}, **error_responses(503)},
+        tags=["probes"],
+    )
+    for path in READY:
+        router.add_api_route(
+            path,
+            ready,
+            summary="Are requests taken? 503 while loading and while shutting down",
+            responses={200: {"model": Status}, **error_responses(503)},
+            tags=["probes"],
+        )

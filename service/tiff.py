@@ -1,0 +1,201 @@
+"""Image file directories: the orientation in EXIF data, and TIFF files cut down to what their pixels need.
+
+A TIFF may hold any number of tags of any size, and decoders read more of them than pixels depend on. So a
+decoder here gets a directory written anew, with few tags of checked sizes, in front of the same data.
+Source of tags and layouts: TIFF 6.0, and the BigTIFF proposal. Knows nothing of pixels or limits.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+from service.formats import unsupported
+
+# Tag numbers.
+_SUBFILE_TYPE, _WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC = 254, 256, 257, 258, 259, 262
+_STRIP_OFFSETS, _ORIENTATION, _STRIP_BYTES, _COLOR_MAP = 273, 274, 279, 320
+_TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_BYTES, _SUB_DIRECTORIES = 322, 323, 324, 325, 330
+_JPEG_TABLES, _DNG_VERSION = 347, 50706
+
+# Tags that pixels depend on, and the most values that each may have.
+_MAX_PIECES = 65_536  # strips or tiles; each costs a decoder some microseconds however small it is
+_KEPT: dict[int, int] = {
+    _WIDTH: 1,
+    _HEIGHT: 1,
+    _BITS: 16,
+    _COMPRESSION: 1,
+    _PHOTOMETRIC: 1,
+    266: 1,  # fill order
+    _STRIP_OFFSETS: _MAX_PIECES,
+    277: 1,  # samples per pixel
+    278: 1,  # rows per strip
+    _STRIP_BYTES: _MAX_PIECES,
+    284: 1,  # planar configuration
+    292: 1,  # options of fax compression
+    293: 1,
+    317: 1,  # predictor
+    _COLOR_MAP: 3 * 256,
+    _TILE_WIDTH: 1,
+    _TILE_HEIGHT: 1,
+    _TILE_OFFSETS: _MAX_PIECES,
+    _TILE_BYTES: _MAX_PIECES,
+    338: 16,  # extra samples
+    339: 16,  # sample format
+    _JPEG_TABLES: 65_536,
+    529: 3,  # YCbCr: coefficients, subsampling, positioning, reference black and white
+    530: 2,
+    531: 1,
+    532: 6,
+}
+
+# None, fax, LZW, JPEG, deflate, PackBits, zstd. Left out: old-style JPEG, and what few programs wrote.
+_COMPRESSIONS = {1, 2, 3, 4, 5, 7, 8, 32773, 32946, 50000}
+
+_TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 16: 8}
+_INTEGERS = {1: "B", 3: "H", 4: "I", 16: "Q"}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How numbers stand in a file: byte order, and 32 or 64 bits wide."""
+
+    order: str  # "<" or ">"
+    is_big: bool
+
+    @property
+    def entry(self) -> struct.Struct:
+        """tag, type, number of values, the values themselves or their offset"""
+        return struct.Struct(self.order + ("HHQ8s" if self.is_big else "HHI4s"))
+
+    @property
+    def offset(self) -> struct.Struct:
+        return struct.Struct(self.order + ("Q" if self.is_big else "I"))
+
+    @property
+    def count(self) -> struct.Struct:
+        return struct.Struct(self.order + ("Q" if self.is_big else "H"))
+
+
+@dataclass(frozen=True)
+class Entry:
+    tag: int
+    type: int
+    count: int
+    value: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * _TYPE_BYTES.get(self.type, 0)
+
+    def integer(self, order: str, default: int) -> int:
+        """The first of the values, where they are integers and stand in the entry itself."""
+        code = _INTEGERS.get(self.type)
+        if code is None or not self.count or self.num_bytes > len(self.value):
+            return default
+        number: int = struct.unpack_from(order + code, self.value)[0]
+        return number
+
+
+@dataclass(frozen=True)
+class TiffHeader:
+    """The first image of a TIFF file."""
+
+    width: int  # as stored
+    height: int
+    orientation: int
+    piece_pixels: int  # pixels of one tile; never less than 1
+    bits: int  # per sample, of the first sample
+    white_is_zero: bool
+    parts: tuple[bytes | memoryview, ...]  # joined: the file with its new directory
+
+
+def exif_orientation(exif: bytes) -> int:
+    """The orientation, 1 to 8, in EXIF data with or without its prefix; 1 if there is none to be found."""
+    start = 6 if exif.startswith(b"Exif\0\0") else 0
+    order = {b"II": "<", b"MM": ">"}.get(exif[start : start + 2])
+    if order is None or len(exif) < start + 10:
+        return 1
+    at = start + int(struct.unpack_from(order + "I", exif, start + 4)[0])
+    if at + 2 > len(exif):
+        return 1
+    end = at + 2 + 12 * int(struct.unpack_from(order + "H", exif, at)[0])
+    num_bytes = (min(end, len(exif)) - at - 2) // 12 * 12
+    for tag, type_, count, value in struct.iter_unpack(order + "HHI4s", exif[at + 2 : at + 2 + num_bytes]):
+        if tag == _ORIENTATION:
+            return _valid_orientation(Entry(tag, type_, count, value).integer(order, 1))
+    return 1
+
+
+def _valid_orientation(number: int) -> int:
+    return number if 1 <= number <= 8 else 1
+
+
+def read_tiff(data: bytes) -> TiffHeader:
+    """Reads the first directory. Raises `ValueError` or `struct.error` if it is broken, `UnsupportedMedia` if
+    it is of a kind that is not served."""
+    layout = Layout("<" if data[:2] == b"II" else ">", is_big=b"+" in data[2:4])
+    entries = _read_entries(data, layout)
+
+    def scalar(tag: int, default: int) -> int:
+        return entries[tag].integer(layout.order, default) if tag in entries else default
+
+    is_preview = scalar(_SUBFILE_TYPE, 0) & 1 and _SUB_DIRECTORIES in entries
+    if _DNG_VERSION in entries or is_preview:
+        raise unsupported("a camera raw file")
+    compression = scalar(_COMPRESSION, 1)
+    if compression not in _COMPRESSIONS:
+        raise unsupported(f"TIFF with compression {compression}")
+    kept = [entry for tag, entry in sorted(entries.items()) if tag in _KEPT]
+    for entry in kept:
+        _check(entry, data, layout)
+    tile_pixels = scalar(_TILE_WIDTH, 1) * scalar(_TILE_HEIGHT, 1)
+    return TiffHeader(
+        width=scalar(_WIDTH, 0),
+        height=scalar(_HEIGHT, 0),
+        orientation=_valid_orientation(scalar(_ORIENTATION, 1)),
+        piece_pixels=max(1, tile_pixels),
+        bits=scalar(_BITS, 1),
+        white_is_zero=scalar(_PHOTOMETRIC, 0) == 0,
+        parts=_rewritten(data, layout, kept),
+    )
+
+
+def _read_entries(data: bytes, layout: Layout) -> dict[int, Entry]:
+    (at,) = layout.offset.unpack_from(data, 8 if layout.is_big else 4)
+    (num_entries,) = layout.count.unpack_from(data, at)
+    if num_entries > 65_535:
+        raise ValueError("too many tags")
+    first, size = at + layout.count.size, layout.entry.size
+    table = data[first : first + num_entries * size]
+    if len(table) < num_entries * size:
+        raise ValueError("the directory is truncated")
+    entries: dict[int, Entry] = {}
+    for fields in layout.entry.iter_unpack(table):
+        entries.setdefault(fields[0], Entry(*fields))
+    return entries
+
+
+def _check(entry: Entry, data: bytes, layout: Layout) -> None:
+    if entry.type not in _TYPE_BYTES or not 1 <= entry.count <= _KEPT[entry.tag]:
+        raise ValueError(f"tag {entry.tag} has type {entry.type} and {entry.count} values")
+    if entry.num_bytes > len(entry.value):
+        (offset,) = layout.offset.unpack(entry.value)
+        if offset + entry.num_bytes > len(data):
+            raise ValueError(f"tag {entry.tag} lies outside the file")
+
+
+def _rewritten(data: bytes, layout: Layout, kept: list[Entry]) -> tuple[bytes | memoryview, ...]:
+    view = memoryview(data)
+    head = 8 if layout.is_big else 4
+    after = head + layout.offset.size
+    padding = bytes(-len(data) % 8)
+    table = b"".join(layout.entry.pack(entry.tag, entry.type, entry.count, entry.value) for entry in kept)
+    no_next = layout.offset.pack(0)
+    return (
+        view[:head],
+        layout.offset.pack(len(data) + len(padding)),
+        view[after:],
+        padding,
+        layout.count.pack(len(kept)) + table + no_next,
+    )

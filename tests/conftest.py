@@ -1,0 +1,200 @@
+"""A fake encoder with known answers, images to send, and the app around both."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from fastapi import FastAPI
+from PIL import Image
+from prometheus_client import CollectorRegistry
+
+from models import (
+    BatchResult,
+    BatchStats,
+    EncodeItem,
+    OutputSpec,
+    Patches,
+    PreprocessConfig,
+    Preprocessor,
+    Replica,
+)
+from service.app import create_app
+from service.engine import Engine, State
+from service.settings import Settings
+
+CONFIG = PreprocessConfig(
+    patch_size=16,
+    temporal_patch_size=2,
+    merge_size=2,
+    min_pixels=32 * 32,
+    max_pixels=1024 * 1024,
+    mean=(0.5, 0.5, 0.5),
+    std=(0.5, 0.5, 0.5),
+    rescale_factor=1 / 255,
+)
+HIDDEN_SIZE = 4
+NUM_DEEPSTACK = 2
+FINGERPRINT = "f" * 64
+
+
+class FakeEncoder:
+    """Stands in for `VisionEncoder`: a token's column c is the mean of its pixels times (c + 1)."""
+
+    def __init__(self, fail: Callable[[Sequence[EncodeItem]], None] = lambda items: None) -> None:
+        self.device = torch.device("cpu")
+        self.dtype = torch.float32
+        self.attn_backend = "FAKE"
+        self.fingerprint = FINGERPRINT
+        self.revision = "abc123"
+        self.preprocessor = Preprocessor(CONFIG)
+        self.hidden_size = HIDDEN_SIZE
+        self.width = HIDDEN_SIZE * (1 + NUM_DEEPSTACK)
+        self.num_deepstack = NUM_DEEPSTACK
+        self.batches: list[list[EncodeItem]] = []
+        self._fail = fail
+
+    def run(self, items: Sequence[EncodeItem]) -> BatchResult:
+        started = time.perf_counter()
+        self.batches.append(list(items))
+        self._fail(items)
+        embeddings = tuple(known_embedding(item.patches, item.output) for item in items)
+        num_tokens = sum(item.patches.num_tokens for item in items)
+        stats = BatchStats(len(items), num_tokens, hits=0, misses={"disabled": len(items)}, busy_s=0.25)
+        return BatchResult(embeddings, stats, started, time.perf_counter())
+
+
+def known_embedding(patches: Patches, output: OutputSpec) -> torch.Tensor:
+    """What the fake encoder answers for one image."""
+    means = patches.pixels.reshape(patches.num_tokens, -1).float().mean(dim=1)  # [tokens]
+    columns = torch.arange(1, HIDDEN_SIZE * (1 + NUM_DEEPSTACK) + 1)
+    tokens = means[:, None] * columns  # [tokens, width]
+    rows = tokens if output.deepstack else tokens[:, :HIDDEN_SIZE]
+    if output.pooled:
+        rows = rows.mean(dim=0)
+        rows = rows / rows.norm() if output.normalize else rows
+    return rows.to(output.dtype or torch.float32)
+
+
+def encode_image(height: int = 64, width: int = 96, *, format: str = "PNG", seed: int = 0) -> bytes:
+    """The bytes of a file with an image of noise."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, format)
+    return file.getvalue()
+
+
+class Service:
+    """The app under test, with what it was made of. Its event loop runs while a request does."""
+
+    def __init__(self, app: FastAPI, registry: CollectorRegistry, encoder: FakeEncoder) -> None:
+        self.app = app
+        self.engine: Engine = app.state.engine
+        self.registry = registry
+        self.encoder = encoder
+        self.runner = asyncio.Runner()
+        self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sidecar")
+        self._lifespan = app.router.lifespan_context(app)
+
+    def start(self) -> None:
+        self.runner.run(self._lifespan.__aenter__())
+
+    def stop(self) -> None:
+        self.runner.run(self._lifespan.__aexit__(None, None, None))
+        self.runner.close()
+
+    def request(self, method: str, url: str, **arguments: Any) -> httpx.Response:
+        return self.runner.run(self._client.request(method, url, **arguments))
+
+    def get(self, url: str, **arguments: Any) -> httpx.Response:
+        return self.request("GET", url, **arguments)
+
+    def embed(self, image: bytes, query: str = "", **headers: str) -> httpx.Response:
+        """Posts one image as it is."""
+        headers = {"content-type": "image/png"} | {
+            name.replace("_", "-"): text for name, text in headers.items()
+        }
+        return self.request("POST", f"/embed{query}", content=image, headers=headers)
+
+    def embed_form(self, *images: bytes, query: str = "", **options: str) -> httpx.Response:
+        """Posts several images, and options as parts."""
+        files = [("image", (f"{i}.png", image, "image/png")) for i, image in enumerate(images)]
+        return self.request("POST", f"/embed{query}", files=files, data=options)
+
+    def wait_for(self, state: State) -> None:
+        deadline = time.monotonic() + 10
+        while self.engine.state is not state:
+            assert time.monotonic() < deadline, f"still {self.engine.state}"
+            time.sleep(0.005)
+
+    def metric(self, name: str, **labels: str) -> float:
+        value = self.registry.get_sample_value(f"vision_sidecar_{name}", labels)
+        assert value is not None, f"no sample {name} {labels}"
+        return value
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Service]]:
+    """Starts apps with a fake encoder, which is loaded once `load` returns; stops them at the end."""
+    running: list[Service] = []
+
+    def start(
+        settings: Settings | None = None,
+        *,
+        encoder: FakeEncoder | None = None,
+        load: Callable[[], object] = lambda: None,
+        state: State = State.READY,
+    ) -> Service:
+        fake = encoder or FakeEncoder()
+
+        def load_fake() -> FakeEncoder:
+            load()
+            return fake
+
+        registry = CollectorRegistry()
+        app = create_app(
+            settings or Settings(decode_threads=2),
+            registry=registry,
+            start_replica=lambda settings: Replica("fake", load_fake),
+        )
+        service = Service(app, registry, fake)
+        service.start()
+        running.append(service)
+        service.wait_for(state)
+        return service
+
+    yield start
+    for service in running:
+        service.stop()
+
+
+@pytest.fixture
+def service(serve: Callable[..., Service]) -> Service:
+    """The app, ready, with the default settings."""
+    return serve()
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Event]:
+    """Holds a thread up until it is set, at the latest at the end of the test."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def settings() -> Settings:
+    return Settings(decode_threads=2)
+
+
+def only(settings: Settings, **changes: object) -> Settings:
+    """Settings with some of them changed, checked again."""
+    return Settings.model_validate(settings.model_dump() | changes)

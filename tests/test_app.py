@@ -1,0 +1,422 @@
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from models import EncodeItem, ModelError, OutputSpec, Replica, VisionEncoder
+from service.app import COUNTED_ROUTES, create_app, load_replica
+from service.engine import State
+from service.errors import ERROR_CODES
+from service.options import OPTION_NAMES
+from service.schemas import EmbedResponse, ErrorResponse, Info, ModelList
+from service.settings import Settings
+from tests.conftest import FINGERPRINT, HIDDEN_SIZE, FakeEncoder, Service, encode_image, known_embedding, only
+
+Serve = Callable[..., Service]
+
+
+def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
+    """Status, code and param of an answer that must have the one error body."""
+    error = ErrorResponse.model_validate_json(response.content).error
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    return response.status_code, error.code, error.param
+
+
+def test_embed_answers_the_embedding_of_an_image(service: Service) -> None:
+    image = encode_image()
+    response = service.embed(image)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    body = EmbedResponse.model_validate_json(response.content)
+    [entry] = body.data
+    [[item]] = service.encoder.batches
+    assert entry.embedding == pytest.approx(known_embedding(item.patches, item.output).tolist())
+    assert item.output == OutputSpec(pooled=True, normalize=True, deepstack=False, dtype=torch.float32)
+    assert np.linalg.norm(entry.embedding) == pytest.approx(1)
+    assert (body.model, body.fingerprint, entry.sha256) == (
+        "demo",
+        FINGERPRINT,
+        hashlib.sha256(image).hexdigest(),
+    )
+    timing = re.findall(r"(\w+);dur=[0-9.]+", response.headers["server-timing"])
+    assert timing == ["read", "decode", "queue", "encode", "serialize", "total"]
+
+
+def test_the_three_forms_of_a_body_give_the_same_answer(service: Service) -> None:
+    image = encode_image()
+    raw = service.embed(image, "?normalize=false").json()
+    form = service.embed_form(image, normalize="false").json()
+    text = base64.b64encode(image).decode()
+    json_body = service.request("POST", "/embed", json={"images": text, "normalize": False}).json()
+    assert raw["data"] == form["data"] == json_body["data"]
+
+
+def test_all_options_reach_the_encoder(service: Service) -> None:
+    query = "?pooling=none&deepstack=true&dtype=float16&encoding_format=base64&format=json"
+    body = EmbedResponse.model_validate_json(service.embed(encode_image(), query).content)
+    [[item]] = service.encoder.batches
+    assert item.output == OutputSpec(deepstack=True, dtype=torch.float16)
+    assert (body.dtype, body.data[0].shape) == ("float16", [6, HIDDEN_SIZE * 3])
+    assert isinstance(body.data[0].embedding, str)
+
+
+@pytest.mark.parametrize(
+    ("query", "headers", "expected"),
+    [
+        ("?poling=mean", {}, (400, "invalid_option", "poling")),
+        ("?pooling=max", {}, (400, "invalid_option", "pooling")),
+        ("?deepstack=1", {}, (400, "option_conflict", "deepstack")),
+        ("?format=npy", {}, (400, "invalid_option", "format")),
+        ("", {"accept": "text/html"}, (406, "not_acceptable", None)),
+        ("", {"content_type": "text/plain"}, (415, "unsupported_content_type", None)),
+        ("", {"content_type": "application/json"}, (400, "invalid_json", None)),
+        ("", {"content_encoding": "gzip"}, (415, "unsupported_content_type", None)),
+    ],
+)
+def test_refusals_of_embed(
+    query: str, headers: dict[str, str], expected: tuple[int, str, str | None], service: Service
+) -> None:
+    assert error_of(service.embed(encode_image(), query, **headers)) == expected
+    assert service.encoder.batches == []
+    assert service.metric("errors_total", code=expected[1]) == 1
+    assert service.metric("requests_total", route="/embed", status=str(expected[0])) == 1
+
+
+def test_one_bad_image_fails_the_whole_request_and_is_named(service: Service) -> None:
+    response = service.embed_form(encode_image(), b"no image", encode_image())
+    assert error_of(response) == (400, "invalid_image", "images[1]")
+    assert service.encoder.batches == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"max_body_bytes": 1000, "max_image_bytes": 1000}, (413, "body_too_large", None)),
+        ({"max_image_bytes": 1000}, (413, "image_too_large", "images[0]")),
+        ({"max_image_pixels": 1000}, (413, "too_many_pixels", "images[0]")),
+        ({"max_images_per_request": 1}, (413, "too_many_images", "images")),
+        ({"max_request_tokens": 5}, (413, "too_many_tokens", "images[0]")),
+    ],
+)
+def test_every_limit_of_the_settings_holds(
+    changes: dict[str, int], expected: tuple[int, str, str | None], serve: Serve, settings: Settings
+) -> None:
+    service = serve(only(settings, **changes))
+    assert error_of(service.embed_form(encode_image(), encode_image())) == expected
+
+
+def test_numbers_that_are_not_finite_are_an_error(serve: Serve) -> None:
+    encoder = FakeEncoder()
+    run = encoder.run
+
+    def broken(items: Sequence[EncodeItem]) -> Any:
+        result = run(items)
+        result.embeddings[0][0] = float("nan")
+        return result
+
+    encoder.run = broken  # type: ignore[method-assign]
+    service = serve(encoder=encoder)
+    assert error_of(service.embed(encode_image())) == (500, "non_finite_output", "images[0]")
+
+
+def test_a_batch_that_fails_is_an_internal_error_and_the_next_one_works(serve: Serve) -> None:
+    failing = [True]
+
+    def fail(items: Sequence[EncodeItem]) -> None:
+        if failing.pop() if failing else False:
+            raise RuntimeError("/secret/path")
+
+    service = serve(encoder=FakeEncoder(fail))
+    response = service.embed(encode_image())
+    assert error_of(response) == (500, "internal_error", None)
+    assert "secret" not in response.text
+    assert service.embed(encode_image()).status_code == 200
+
+
+def test_a_lost_device_is_told_to_callers_and_probes(serve: Serve) -> None:
+    def fail(items: Sequence[EncodeItem]) -> None:
+        raise torch.AcceleratorError("illegal memory access")
+
+    service = serve(encoder=FakeEncoder(fail))
+    for _ in range(2):
+        assert error_of(service.embed(encode_image())) == (503, "device_failed", None)
+    for probe in ("/healthz", "/readyz", "/health"):
+        assert error_of(service.get(probe)) == (503, "device_failed", None)
+
+
+def test_before_the_model_is_loaded_only_liveness_is_well(serve: Serve, gate: threading.Event) -> None:
+    service = serve(load=gate.wait, state=State.LOADING)
+    assert service.get("/healthz").status_code == 200
+    for path in ("/readyz", "/health", "/info"):
+        response = service.get(path)
+        assert error_of(response) == (503, "not_ready", None)
+        assert response.headers["retry-after"] == "5"
+    for path in ("/v1/models", "/metrics", "/docs", "/openapi.json"):
+        assert service.get(path).status_code == 200
+    gate.set()
+    service.wait_for(State.READY)
+    for path in ("/healthz", "/readyz", "/health", "/info"):
+        assert service.get(path).status_code == 200
+
+
+def test_a_body_is_not_read_before_the_model_is_loaded(serve: Serve, gate: threading.Event) -> None:
+    service = serve(load=gate.wait, state=State.LOADING)
+
+    async def body() -> Any:
+        raise AssertionError("read")
+        yield b""
+
+    response = service.request("POST", "/embed", content=body(), headers={"content-type": "image/png"})
+    assert error_of(response) == (503, "not_ready", None)
+    assert response.headers["retry-after"] == "5"
+
+
+def test_a_model_that_cannot_be_loaded_fails_the_app(serve: Serve) -> None:
+    def load() -> None:
+        raise ModelError("no such folder")
+
+    service = serve(load=load, state=State.FAILED)
+    assert error_of(service.get("/healthz")) == (503, "device_failed", None)
+
+
+def test_draining_refuses_newcomers(service: Service) -> None:
+    service.engine.drain()
+    assert service.get("/healthz").status_code == 200
+    assert error_of(service.get("/readyz")) == (503, "draining", None)
+    response = service.embed(encode_image())
+    assert error_of(response) == (503, "draining", None)
+    assert response.headers["retry-after"] == "5"
+
+
+def test_info_says_what_is_served(serve: Serve, settings: Settings) -> None:
+    service = serve(only(settings, served_model_name="mine", max_request_tokens=77))
+    info = Info.model_validate_json(service.get("/info").content)
+    assert (info.model, info.demo, info.revision, info.fingerprint) == ("mine", True, "abc123", FINGERPRINT)
+    assert (info.dtype, info.device, info.attn_backend) == ("float32", "cpu", "FAKE")
+    assert (info.hidden_size, info.width, info.num_deepstack) == (4, 12, 2)
+    assert (info.limits.max_request_tokens, info.limits.max_images_per_request) == (77, 32)
+    assert (info.preprocessing.patch_size, info.preprocessing.min_pixels) == (16, 1024)
+    assert info.preprocessing.mean == (0.5, 0.5, 0.5)
+
+
+def test_models_are_listed_in_the_shape_of_openai(serve: Serve, settings: Settings) -> None:
+    service = serve(only(settings, served_model_name="mine"))
+    listed = ModelList.model_validate_json(service.get("/v1/models").content)
+    assert [(card.id, card.object) for card in listed.data] == [("mine", "model")]
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/nope", "/embed/", "/Embed", "/docs/", "/docs/nope.js", "/redoc", "//embed"]
+)
+def test_an_unknown_path_is_404(path: str, service: Service) -> None:
+    response = service.request("POST", f"http://sidecar{path}")
+    assert error_of(response) == (404, "not_found", None)
+    assert response.headers["vary"] == "Accept"
+    assert service.metric("requests_total", route="other", status="404") == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", "/embed", "POST"),
+        ("HEAD", "/embed", "POST"),
+        ("PUT", "/embed", "POST"),
+        ("OPTIONS", "/embed", "POST"),
+        ("POST", "/info", "GET, HEAD"),
+        ("DELETE", "/healthz", "GET, HEAD"),
+    ],
+)
+def test_a_wrong_method_is_405(method: str, path: str, allow: str, service: Service) -> None:
+    response = service.request(method, path)
+    assert response.status_code == 405
+    assert response.headers["allow"] == allow
+    if method != "HEAD":
+        assert error_of(response) == (405, "method_not_allowed", None)
+
+
+@pytest.mark.parametrize(
+    "path", ["/healthz", "/readyz", "/info", "/v1/models", "/metrics", "/docs", "/openapi.json"]
+)
+def test_head_answers_like_get_without_a_body(path: str, service: Service) -> None:
+    head, get = service.request("HEAD", path), service.get(path)
+    assert head.status_code == get.status_code == 200
+    assert head.headers["content-type"] == get.headers["content-type"]
+    assert head.content == b""
+
+
+def test_metrics_count_requests_images_and_batches(service: Service) -> None:
+    service.embed_form(encode_image(), encode_image())
+    service.get("/nope")
+    service.get("/healthz")
+    response = service.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(response.text)
+        for sample in family.samples
+    }
+    assert samples["vision_sidecar_requests_total", "/embed", "200"] == 1
+    assert samples["vision_sidecar_requests_total", "other", "404"] == 1
+    assert samples["vision_sidecar_request_duration_seconds_count", "/embed"] == 1
+    assert samples["vision_sidecar_images_total",] == 2
+    assert samples["vision_sidecar_image_tokens_total",] == 12
+    assert samples["vision_sidecar_errors_total", "not_found"] == 1
+    assert samples["vision_sidecar_ready",] == 1
+    for stage in ("read", "decode", "queue", "encode", "serialize"):
+        assert samples["vision_sidecar_stage_duration_seconds_count", stage] == 1
+    assert not any("/healthz" in key for key in samples)
+
+
+def test_openmetrics_where_it_is_asked_for(service: Service) -> None:
+    response = service.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
+
+
+def test_two_apps_share_nothing(serve: Serve) -> None:
+    one, other = serve(), serve()
+    one.embed(encode_image())
+    assert (one.metric("images_total"), other.metric("images_total")) == (1, 0)
+
+
+def test_requests_at_the_same_time_get_their_own_answers(service: Service) -> None:
+    images = [encode_image(64, 32 * n, seed=n) for n in range(1, 13)]
+
+    async def all_at_once() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(service.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://sidecar") as client:
+            headers = {"content-type": "image/png"}
+            posts = [client.post("/embed", content=image, headers=headers) for image in images]
+            return await asyncio.gather(*posts)
+
+    for image, response in zip(images, service.runner.run(all_at_once()), strict=True):
+        [entry] = response.json()["data"]
+        assert entry["sha256"] == hashlib.sha256(image).hexdigest()
+        assert entry["embedding"] == pytest.approx(service.embed(image).json()["data"][0]["embedding"])
+
+
+def test_docs_come_with_their_own_assets(service: Service) -> None:
+    page = service.get("/docs")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src 'self';" in policy
+    addresses = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+    assert len(addresses) == 4
+    for address in addresses:
+        if not address.startswith("data:"):
+            assert "//" not in address
+            asset = service.get(f"/{address}")
+            assert asset.status_code == 200
+            assert asset.headers["content-type"].startswith(
+                "text/css" if address.endswith("css") else "text/javascript"
+            )
+    assert not re.search(r"<script>|<style| on\w+=", page.text)
+
+
+def test_openapi_describes_every_route_option_and_error(service: Service) -> None:
+    schema = service.get("/openapi.json").json()
+    assert set(schema["paths"]) == {
+        "/embed", "/healthz", "/readyz", "/health", "/info", "/v1/models", "/metrics", "/docs",
+        "/openapi.json",
+    }  # fmt: skip
+    embed = schema["paths"]["/embed"]["post"]
+    assert {parameter["name"] for parameter in embed["parameters"]} == set(OPTION_NAMES)
+    content = embed["requestBody"]["content"]
+    assert set(content) == {"image/*", "application/octet-stream", "multipart/form-data", "application/json"}
+    for media_type in ("multipart/form-data", "application/json"):
+        assert set(content[media_type]["schema"]["properties"]) == {"images", *OPTION_NAMES}
+    assert set(embed["responses"]) == {"200", "400", "406", "408", "413", "415", "422", "500", "503"}
+    assert set(schema["components"]["schemas"]["ErrorDetail"]["properties"]["code"]["enum"]) == set(
+        ERROR_CODES
+    )
+    operations = [operation for path in schema["paths"].values() for operation in path.values()]
+    assert all(operation["summary"] for operation in operations)
+
+
+def test_examples_of_openapi_work(service: Service) -> None:
+    schema = service.get("/openapi.json").json()
+    content = schema["paths"]["/embed"]["post"]["requestBody"]["content"]["application/json"]
+    for example in content["examples"].values():
+        assert service.request("POST", "/embed", json=example["value"]).status_code == 200
+
+
+def test_the_demo_model_is_named_as_such(
+    serve: Serve, settings: Settings, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = serve()
+    assert "random" in service.get("/openapi.json").json()["info"]["description"]
+    assert [record.levelname for record in caplog.records if "random" in record.getMessage()] == ["WARNING"]
+    caplog.clear()
+    service = serve(only(settings, model="org/model"))
+    assert "random" not in service.get("/openapi.json").json()["info"]["description"]
+    assert service.get("/info").json()["demo"] is False
+    assert "random" not in caplog.text
+
+
+def test_counted_routes_are_those_that_the_app_has(service: Service) -> None:
+    from_schema = set(service.get("/openapi.json").json()["paths"])
+    assert from_schema - {"/healthz", "/readyz", "/health"} <= set(COUNTED_ROUTES)
+    for route in COUNTED_ROUTES:
+        assert service.get(route).status_code in (200, 405)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Any:
+    """The app with the demo model, as `vision-sidecar serve` makes it."""
+    registry = CollectorRegistry()
+    app = create_app(Settings(decode_threads=2, max_pixels=65536 * 2), registry=registry)
+    service = Service(app, registry, FakeEncoder())
+    service.start()
+    service.wait_for(State.READY)
+    yield service
+    service.stop()
+
+
+def test_demo_embeddings_are_unit_vectors_that_do_not_depend_on_the_request(demo: Service) -> None:
+    images = [encode_image(200, 300, seed=1), encode_image(300, 200, seed=2)]
+    alone = [demo.embed(image).json()["data"][0]["embedding"] for image in images]
+    together = [entry["embedding"] for entry in demo.embed_form(*images).json()["data"]]
+    for one, other in zip(alone, together, strict=True):
+        assert np.linalg.norm(one) == pytest.approx(1, abs=1e-5)
+        assert one == pytest.approx(other, abs=1e-5)
+    assert alone[0] != pytest.approx(alone[1], abs=1e-3)
+
+
+def test_demo_mean_is_the_mean_of_the_tokens_main_columns(demo: Service) -> None:
+    image = encode_image(200, 300)
+    mean = demo.embed(image, "?normalize=false").json()["data"][0]["embedding"]
+    tokens = demo.embed(image, "?pooling=none").json()["data"][0]["embedding"]
+    deep = demo.embed(image, "?pooling=none&deepstack=true&encoding_format=base64").json()["data"][0]
+    array = np.frombuffer(base64.b64decode(deep["embedding"]), "<f4").reshape(deep["shape"])
+    info = demo.get("/info").json()
+    assert array.shape == (deep["num_tokens"], info["width"])
+    assert array[:, : info["hidden_size"]] == pytest.approx(np.array(tokens), abs=1e-5)
+    assert np.mean(tokens, axis=0) == pytest.approx(np.array(mean), abs=1e-5)
+
+
+def test_demo_uses_the_pixel_limits_of_the_settings(demo: Service) -> None:
+    assert demo.get("/info").json()["preprocessing"]["max_pixels"] == 65536 * 2
+    assert demo.embed(encode_image(1000, 1000, format="JPEG")).json()["usage"]["num_tokens"] <= 128
+
+
+def test_settings_reach_the_loader() -> None:
+    settings = Settings(model="demo", dtype="bfloat16", device="cpu", min_pixels=65536, max_pixels=131072)
+    replica: Replica = load_replica(settings)
+    encoder: VisionEncoder = replica.ready.result(60)
+    replica.close()
+    assert (str(encoder.device), encoder.dtype) == ("cpu", torch.bfloat16)
+    assert (encoder.preprocessor.config.min_pixels, encoder.preprocessor.config.max_pixels) == (65536, 131072)

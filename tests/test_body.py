@@ -1,0 +1,200 @@
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from service.body import read_embed_body
+from service.errors import ApiError, BadRequest, BodyTimeout, TooLarge, UnsupportedMedia
+from tests.bodies import LIMITS, MULTIPART, T, Ts, image_part, multipart, read, run_inline, stream
+
+
+class LeftError(Exception):
+    """The client left."""
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ["image/jpeg", "IMAGE/PNG", "image/svg+xml; charset=utf-8", "application/octet-stream", "image/whatever"],
+)
+def test_raw_body_is_one_image(content_type: str) -> None:
+    body = read(content_type, b"\xff\xd8", b"", b"\x00\xff")
+    assert body.images == (b"\xff\xd8\x00\xff",)
+    assert body.options == {}
+
+
+@pytest.mark.parametrize("content_type", ["image/jpeg", "application/json", MULTIPART])
+def test_empty_body_is_refused(content_type: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read(content_type, b"")
+    assert caught.value.code == "empty_input"
+
+
+@pytest.mark.parametrize(
+    ("content_type", "named"),
+    [
+        (None, "missing"),
+        ("", "missing"),
+        ("application/x-www-form-urlencoded", "application/x-www-form-urlencoded"),
+        ("text/plain", "text/plain"),
+        ("application/vnd.api+json", "application/vnd.api+json"),
+        ("multipart/mixed; boundary=x", "multipart/mixed"),
+        ("imagejpeg", "imagejpeg"),
+        (";;;=", "given"),
+        ("caf\xe9/\u20ac", "caf\\xe9/?"),
+    ],
+)
+def test_other_content_types_are_refused_with_a_hint(content_type: str | None, named: str) -> None:
+    with pytest.raises(UnsupportedMedia) as caught:
+        read(content_type, b"x")
+    assert caught.value.code == "unsupported_content_type"
+    assert named in caught.value.message
+    assert "-H 'Content-Type: image/jpeg'" in caught.value.message
+
+
+async def _unreadable() -> AsyncIterator[bytes]:
+    raise AssertionError("the body was read")
+    yield b""
+
+
+@pytest.mark.parametrize(
+    ("content_type", "content_length", "code"),
+    [
+        ("image/jpeg", "300001", "body_too_large"),
+        ("application/json", "9999999999999999999", "body_too_large"),
+        ("image/jpeg", "9" * 5000, "invalid_body"),
+        ("image/jpeg", "-1", "invalid_body"),
+        ("image/jpeg", "\u0661", "invalid_body"),
+        ("text/plain", "5", "unsupported_content_type"),
+    ],
+)
+def test_headers_alone_refuse_a_body_before_it_is_read(
+    content_type: str, content_length: str, code: str
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(read_embed_body(content_type, content_length, _unreadable(), LIMITS, run_inline))
+    assert caught.value.code == code
+
+
+def _counted(chunk: bytes, counts: list[int]) -> AsyncIterator[bytes]:
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            counts[0] += 1
+            yield chunk
+
+    return endless()
+
+
+@pytest.mark.parametrize(
+    ("content_type", "content_length", "chunk", "code", "num_chunks"),
+    [
+        ("image/jpeg", None, b"x" * 300, "image_too_large", 4),
+        ("image/jpeg", "300", b"x" * 300, "image_too_large", 4),  # the declared length is a lie
+        ("application/json", None, b" " * 75_000, "body_too_large", 5),
+        (MULTIPART, None, image_part(b"x" * 300), "too_many_images", 4),
+        (MULTIPART, None, image_part(b"x" * 1001), "image_too_large", 1),
+    ],
+)
+def test_endless_bodies_are_refused_at_the_chunk_that_passes_a_limit(
+    content_type: str, content_length: str | None, chunk: bytes, code: str, num_chunks: int
+) -> None:
+    counts = [0]
+    with pytest.raises(TooLarge) as caught:
+        asyncio.run(
+            read_embed_body(content_type, content_length, _counted(chunk, counts), LIMITS, run_inline)
+        )
+    assert caught.value.code == code
+    assert counts == [num_chunks]
+
+
+def test_limits_are_inclusive() -> None:
+    limits = replace(LIMITS, max_body_bytes=1000)
+    assert read("image/png", b"x" * 600, b"x" * 400, content_length="1000", limits=limits).images == (
+        b"x" * 1000,
+    )
+    with pytest.raises(TooLarge) as caught:
+        read("image/png", b"x" * 1001, limits=replace(limits, max_body_bytes=2000))
+    assert (caught.value.code, caught.value.param) == ("image_too_large", "images[0]")
+    assert "1000" in caught.value.message
+
+
+def test_body_that_stalls_times_out() -> None:
+    async def stalled() -> AsyncIterator[bytes]:
+        yield b"x"
+        await asyncio.Event().wait()
+
+    limits = replace(LIMITS, timeout_s=0.02)
+    with pytest.raises(BodyTimeout) as caught:
+        asyncio.run(read_embed_body("image/png", None, stalled(), limits, run_inline))
+    assert caught.value.status == 408
+    assert "0.02 s" in caught.value.message
+
+
+@pytest.mark.parametrize("error", [LeftError(), TimeoutError("not ours"), asyncio.CancelledError()])
+@pytest.mark.parametrize("content_type", ["image/jpeg", "application/json", MULTIPART])
+def test_what_the_stream_raises_passes_through(content_type: str, error: BaseException) -> None:
+    async def failing() -> AsyncIterator[bytes]:
+        yield b"--"
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        asyncio.run(read_embed_body(content_type, None, failing(), LIMITS, run_inline))
+    assert not isinstance(caught.value, ApiError)
+
+
+@pytest.mark.parametrize(("num_spaces", "num_hops"), [(0, 0), (2**16, 1)])
+def test_only_large_json_leaves_the_event_loop(num_spaces: int, num_hops: int) -> None:
+    calls: list[Any] = []
+
+    async def main() -> tuple[bytes, ...]:
+        with ThreadPoolExecutor(1) as pool:
+
+            async def run_blocking(fn: Callable[[*Ts], T], /, *args: *Ts) -> T:
+                calls.append(fn)
+                return await asyncio.get_running_loop().run_in_executor(pool, fn, *args)
+
+            chunks = stream([b" " * num_spaces, b'{"images": "AAAA"}'])
+            body = await read_embed_body("application/json", None, chunks, LIMITS, run_blocking)
+            return body.images
+
+    assert asyncio.run(main()) == (b"\0\0\0",)
+    assert len(calls) == num_hops
+
+
+_JSON_TOKENS = [
+    *b'{"images": [ ] { } " , : "data" "url" 1e9 NaN \\ud800 = QQ== data:;base64, http:// %'.split(),
+    *(b'"dtype":', b"true", b"null", b"\xef\xbb\xbf", b"\xff", b"\n"),
+]
+_MULTIPART_TOKENS = [
+    *b"--xYz--7 -- Content-Disposition: form-data ;name=dtype ;filename=a ;filename*=utf-8''a mean".split(),
+    *(b'"', b"\\", b"\r\n", b"\r", b"\n", b"Content-Type: image/png", b":", b" ", b"\xff", b"\0"),
+    *(image_part(b"x"), multipart(image_part(b"x"))),
+]
+
+
+@settings(derandomize=True, max_examples=400, deadline=None)
+@given(
+    content_type=st.sampled_from(["image/png", "application/json", MULTIPART]) | st.text(max_size=60),
+    chunks=st.lists(st.binary(max_size=60), max_size=5)
+    | st.lists(st.sampled_from(_JSON_TOKENS), max_size=12)
+    | st.lists(st.sampled_from(_MULTIPART_TOKENS), max_size=12),
+    content_length=st.none() | st.text(max_size=5),
+)
+@example(content_type="application/json", chunks=[b'{"\\ud800": 1}'], content_length=None)
+@example(content_type="application/json", chunks=[b'{"images": "\\ud800"}'], content_length=None)
+@example(content_type="application/json", chunks=[b'{"images": ["data:,\\ud800"]}'], content_length=None)
+@example(content_type="application/json", chunks=[b"1" * 5000], content_length=None)
+def test_no_body_raises_anything_but_an_api_error(
+    content_type: str, chunks: list[bytes], content_length: str | None
+) -> None:
+    try:
+        body = read(content_type, *chunks, content_length=content_length)
+    except ApiError as error:
+        str(error.body()).encode()  # fails where the error could not be sent
+    else:
+        assert body.images
+        assert all(body.images)

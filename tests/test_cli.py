@@ -1,0 +1,234 @@
+"""The process as an operator meets it: started, watched, stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.__main__ import address, listen, main
+from tests.conftest import encode_image
+
+ROOT = Path(__file__).parent.parent
+LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR|CRITICAL) [a-z_.]+: .+")
+
+
+class Process:
+    """A server of its own, with what it has logged so far."""
+
+    def __init__(self, *flags: str, environ: Mapping[str, str] = {}) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "service", "serve", *flags],
+            cwd=ROOT,
+            env={**os.environ, **environ},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.log: list[str] = []
+        self.url = ""
+
+    def wait_for_line(self, text: str) -> str:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.log.append(line.rstrip("\n"))
+            if text in line:
+                return line
+        raise AssertionError(f"no line with {text!r} in {self.log}")
+
+    def listening(self) -> Process:
+        self.url = self.wait_for_line("listening on ").rsplit(" ", 1)[1].strip()
+        return self
+
+    def ready(self) -> Process:
+        self.listening().wait_for_line("ready: model")
+        return self
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def exit_code(self) -> int:
+        out, err = self._process.communicate(timeout=30)
+        assert out == ""
+        self.log += err.splitlines()
+        return self._process.returncode
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.communicate()
+
+
+class SlowUpload:
+    """A request whose body is held back, so that it is in flight for as long as we like."""
+
+    def __init__(self, url: str) -> None:
+        self._body = encode_image(64, 64)
+        host, port = url.removeprefix("http://").rsplit(":", 1)
+        self._socket = socket.create_connection((host, int(port)), timeout=20)
+        head = ["POST /embed HTTP/1.1", "host: x", "content-type: image/png"]
+        head += [f"content-length: {len(self._body)}", "", ""]
+        self._socket.sendall("\r\n".join(head).encode() + self._body[:50])
+
+    def finish(self) -> None:
+        self._socket.sendall(self._body[50:])
+
+    def leave(self) -> None:
+        self._socket.close()
+
+    def status(self) -> int:
+        """Of the answer; 0 if the connection was closed without one."""
+        with self._socket:
+            head = self._socket.recv(12)
+        return int(head[9:12]) if head else 0
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Process]]:
+    running: list[Process] = []
+
+    def start_process(*flags: str, environ: Mapping[str, str] = {}) -> Process:
+        running.append(Process("--port", "0", "--device", "cpu", *flags, environ=environ))
+        return running[-1]
+
+    yield start_process
+    for process in running:
+        process.kill()
+
+
+def wait_for_metric(url: str, line: str) -> None:
+    deadline = time.monotonic() + 10
+    while f"vision_sidecar_{line}\n" not in httpx.get(f"{url}/metrics").text:
+        assert time.monotonic() < deadline, f"never came: {line}"
+        time.sleep(0.02)
+
+
+def wait_until_unready(url: str) -> httpx.Response:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        response = httpx.get(f"{url}/readyz")
+        if response.status_code == 503:
+            return response
+        time.sleep(0.02)
+    raise AssertionError("still ready")
+
+
+def test_serves_and_stops_with_0_after_what_was_in_flight(start: Callable[..., Process]) -> None:
+    process = start().ready()
+    answer = httpx.post(f"{process.url}/embed", content=encode_image(), headers={"content-type": "image/png"})
+    assert answer.status_code == 200
+    assert "server" not in answer.headers
+    SlowUpload(process.url).leave()
+    wait_for_metric(process.url, 'requests_total{route="/embed",status="499"} 1.0')
+    upload = SlowUpload(process.url)
+    wait_for_metric(process.url, "requests_in_flight 2.0")  # the upload, and the request for metrics
+    process.signal(signal.SIGTERM)
+    assert wait_until_unready(process.url).json()["error"]["code"] == "draining"
+    newcomer = httpx.post(
+        f"{process.url}/embed", content=encode_image(), headers={"content-type": "image/png"}
+    )
+    assert newcomer.status_code == 503
+    httpx.get(f"{process.url}/healthz").raise_for_status()
+    upload.finish()
+    assert upload.status() == 200
+    assert process.exit_code() == 0
+    assert all(LINE.fullmatch(line) for line in process.log), process.log
+    assert any("random" in line for line in process.log)
+    assert not any("200" in line for line in process.log)
+
+
+def test_the_grace_at_shutdown_ends(start: Callable[..., Process]) -> None:
+    process = start("--shutdown-grace-s", "0.5").ready()
+    upload = SlowUpload(process.url)
+    wait_for_metric(process.url, "requests_in_flight 2.0")
+    process.signal(signal.SIGINT)
+    assert upload.status() == 503
+    assert process.exit_code() == 0
+
+
+def test_a_second_signal_ends_at_once(start: Callable[..., Process]) -> None:
+    process = start().ready()
+    upload = SlowUpload(process.url)
+    wait_for_metric(process.url, "requests_in_flight 2.0")
+    process.signal(signal.SIGTERM)
+    wait_until_unready(process.url)
+    process.signal(signal.SIGTERM)
+    assert process.exit_code() == -signal.SIGTERM
+    assert upload.status() == 0
+
+
+def test_a_model_that_cannot_be_loaded_exits_with_1_and_one_line(
+    start: Callable[..., Process], tmp_path: Path
+) -> None:
+    process = start("--model", str(tmp_path), "--log-level", "error")
+    assert process.exit_code() == 1
+    [line] = process.log  # the level hides all else
+    assert LINE.fullmatch(line)
+    assert f"cannot load model {tmp_path.name}: " in line
+
+
+def test_a_signal_while_loading_is_not_kept_waiting(start: Callable[..., Process], tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")  # reading it never ends
+    process = start("--model", str(tmp_path)).listening()
+    assert httpx.get(f"{process.url}/readyz").json()["error"]["code"] == "not_ready"
+    process.signal(signal.SIGTERM)
+    assert process.exit_code() == 0
+
+
+def test_a_port_in_use_exits_with_1_and_one_line(start: Callable[..., Process]) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        process = start("--port", str(taken.getsockname()[1]))
+        assert process.exit_code() == 1
+    [line] = process.log
+    assert "cannot listen on 127.0.0.1" in line
+    assert "in use" in line
+
+
+def test_a_bad_setting_is_one_line_and_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["serve", "--port", "many"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(r"vision-sidecar: --port.*'many'.*\n", err)
+    monkeypatch.setenv("VISION_SIDECAR_PORTT", "1")
+    assert main(["serve"]) == 2
+    assert "VISION_SIDECAR_PORTT" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--version"], 0, "vision-sidecar "),
+        (["--help"], 0, "serve"),
+        (["serve", "--help"], 0, "VISION_SIDECAR_MAX_BODY_BYTES"),
+        ([], 2, "COMMAND"),
+        (["sing"], 2, "sing"),
+        (["--vers"], 2, "--vers"),
+    ],
+)
+def test_help_and_version(
+    arguments: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == code
+    captured = capsys.readouterr()
+    assert text in (captured.err if code else captured.out)
+
+
+def test_addresses() -> None:
+    with listen("127.0.0.1", 0) as listener:
+        assert re.fullmatch(r"http://127\.0\.0\.1:[1-9]\d+", address(listener))
+    if socket.has_ipv6:
+        with listen("::1", 0) as listener:
+            assert re.fullmatch(r"http://\[::1\]:[1-9]\d+", address(listener))

@@ -1,0 +1,83 @@
+import pytest
+
+from service.errors import (
+    ERROR_CODES,
+    ApiError,
+    BadRequest,
+    BodyTimeout,
+    InternalError,
+    InvalidShape,
+    MethodNotAllowed,
+    NonFiniteOutput,
+    NotAcceptable,
+    NotFound,
+    TooLarge,
+    Unauthorized,
+    Unavailable,
+    UnsupportedMedia,
+)
+
+EXAMPLES: list[tuple[ApiError, int, str, str]] = [
+    (BadRequest("m", code="invalid_image"), 400, "invalid_request_error", "invalid_image"),
+    (Unauthorized("m"), 401, "authentication_error", "invalid_api_key"),
+    (NotFound("m"), 404, "invalid_request_error", "not_found"),
+    (MethodNotAllowed("m", allow="GET, HEAD"), 405, "invalid_request_error", "method_not_allowed"),
+    (NotAcceptable("m"), 406, "invalid_request_error", "not_acceptable"),
+    (BodyTimeout("m"), 408, "invalid_request_error", "body_timeout"),
+    (TooLarge("m", code="too_many_pixels"), 413, "invalid_request_error", "too_many_pixels"),
+    (
+        UnsupportedMedia("m", code="unsupported_image_format"),
+        415,
+        "invalid_request_error",
+        "unsupported_image_format",
+    ),
+    (InvalidShape("m"), 422, "invalid_request_error", "invalid_request"),
+    (InternalError("m"), 500, "server_error", "internal_error"),
+    (NonFiniteOutput("m"), 500, "server_error", "non_finite_output"),
+    (Unavailable("m"), 503, "server_error", "not_ready"),
+    (Unavailable("m", code="device_failed"), 503, "server_error", "device_failed"),
+]
+
+
+def _classes(root: type[ApiError]) -> set[type[ApiError]]:
+    return {root}.union(*map(_classes, root.__subclasses__()))
+
+
+def test_every_class_is_in_the_examples() -> None:
+    assert {type(error) for error, *_ in EXAMPLES} == _classes(ApiError) - {ApiError}
+
+
+@pytest.mark.parametrize(("error", "status", "kind", "code"), EXAMPLES)
+def test_status_type_and_code(error: ApiError, status: int, kind: str, code: str) -> None:
+    assert error.status == status
+    assert error.body() == {"error": {"message": "m", "type": kind, "param": None, "code": code}}
+    assert str(error) == "m"
+
+
+def test_code_of_every_class_is_in_the_closed_list() -> None:
+    assert {error.code for error, *_ in EXAMPLES} | {cls.code for cls in _classes(ApiError)} <= set(
+        ERROR_CODES
+    )
+    assert len(ERROR_CODES) == len(set(ERROR_CODES))
+
+
+def test_param_may_be_given_or_added_later() -> None:
+    error = InvalidShape("m", param="images")
+    assert error.body()["error"]["param"] == "images"
+    error.param = "images[3]"
+    assert error.body()["error"]["param"] == "images[3]"
+
+
+@pytest.mark.parametrize(
+    ("error", "headers"),
+    [
+        (NotFound("m"), {}),
+        (Unauthorized("m"), {"WWW-Authenticate": "Bearer"}),
+        (MethodNotAllowed("m", allow="GET, HEAD"), {"Allow": "GET, HEAD"}),
+        (BodyTimeout("m"), {"Connection": "close"}),
+        (Unavailable("m"), {"Retry-After": "5"}),
+        (InternalError("m"), {}),
+    ],
+)
+def test_headers_that_belong_to_an_error(error: ApiError, headers: dict[str, str]) -> None:
+    assert error.headers() == headers

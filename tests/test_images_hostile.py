@@ -1,0 +1,347 @@
+"""Files made to break or to stall a decoder. Out comes an image or a clear refusal, and soon."""
+
+from __future__ import annotations
+
+import io
+import random
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from service.errors import ApiError
+from service.images import ImageLimits, read_header
+
+LIMITS = ImageLimits(max_image_bytes=20 << 20, max_image_pixels=2**26)
+FUZZ_LIMITS = ImageLimits(max_image_bytes=1 << 20, max_image_pixels=4_000_000)
+MAX_SECONDS = 4.0  # of processor time; 2 on a quiet machine
+MAX_GROWTH_BYTES = 200 << 20
+
+
+def save(image: Image.Image, format_: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, format_, **options)
+    return file.getvalue()
+
+
+def seeds() -> dict[str, bytes]:
+    """Small files of every format and of the variants that take other paths through the decoders."""
+    rgb = np.random.default_rng(1).integers(0, 255, (6, 8, 3), np.uint8)
+    image = Image.fromarray(rgb).resize((40, 28), Image.Resampling.BICUBIC)
+    rgba = image.convert("RGBA")
+    rgba.putalpha(image.convert("L"))
+    exif = Image.Exif()
+    exif[0x0112], exif[0x010F] = 6, "a maker with a name"
+    few = image.quantize(12)
+    sixteen = Image.fromarray(np.asarray(image.convert("L"), np.uint16) * 257)
+    files = {
+        "jpeg": save(image, "JPEG", exif=exif),
+        "jpeg-progressive": save(image, "JPEG", progressive=True),
+        "jpeg-gray": save(image.convert("L"), "JPEG", restart_marker_rows=1),
+        "jpeg-cmyk": save(image.convert("CMYK"), "JPEG"),
+        "png": save(image, "PNG", exif=exif),
+        "png-rgba": save(rgba, "PNG"),
+        "png-palette": save(few, "PNG", transparency=bytes(range(12))),
+        "png-16": save(sixteen, "PNG"),
+        "apng": save(image, "PNG", save_all=True, append_images=[image.rotate(90)]),
+        "gif": save(few, "GIF", transparency=3, comment=b"hello"),
+        "gif-animated": save(image, "GIF", save_all=True, append_images=[image.rotate(90)], disposal=2),
+        "bmp": save(image, "BMP"),
+        "bmp-palette": save(few, "BMP"),
+        "webp": save(image, "WEBP", exif=exif),
+        "webp-lossless": save(rgba, "WEBP", lossless=True),
+        "webp-animated": save(image, "WEBP", save_all=True, append_images=[image.rotate(90)]),
+        "avif": save(image, "AVIF", exif=exif),
+        "avif-rgba": save(rgba, "AVIF"),
+        "tiff": save(image, "TIFF", exif=exif),
+        "tiff-16": save(sixteen, "TIFF"),
+        "tiff-big": save(image, "TIFF", big_tiff=True),
+        "tiff-pages": save(few, "TIFF", save_all=True, append_images=[image.rotate(90)]),
+    }
+    for compression in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg", "zstd"):
+        files[f"tiff-{compression}"] = save(image, "TIFF", compression=compression)
+    files["tiff-group4"] = save(image.convert("1"), "TIFF", compression="group4")
+    return files
+
+
+SEEDS = seeds()
+
+
+def outcome(data: bytes, limits: ImageLimits = LIMITS) -> tuple[int, str]:
+    """(200, "") or the status and code of the refusal; anything else that is raised fails the test."""
+    start = time.process_time()
+    refused: ApiError | None = None
+    try:
+        header = read_header(data, limits)
+        rgb = header.decode()
+    except ApiError as error:
+        refused = error
+    assert time.process_time() - start < MAX_SECONDS
+    if refused is None:
+        assert rgb.shape == (header.height, header.width, 3)
+        assert header.width * header.height <= limits.max_image_pixels
+        return 200, ""
+    assert refused.status in (400, 413, 415)
+    assert not any(word in refused.message for word in ("0x", "PIL", "/", "<", "Error"))
+    return refused.status, refused.code
+
+
+@pytest.fixture(autouse=True)
+def bounded_memory() -> Iterator[None]:
+    """Fails a test that leaves much more memory behind than it found."""
+    before = psutil.Process().memory_info().rss
+    yield
+    assert psutil.Process().memory_info().rss - before < MAX_GROWTH_BYTES
+
+
+def mutated(data: bytes, rng: random.Random) -> bytes:
+    """A truncation, changed bytes or bits, swapped or repeated blocks, an extreme number, or noise put in."""
+    out = bytearray(data)
+    kind = rng.randrange(7)
+    at = rng.randrange(len(out))
+    if kind == 0:
+        return bytes(out[:at])
+    if kind == 1:
+        for _ in range(rng.choice((1, 1, 2, 4, 16))):
+            out[rng.randrange(len(out))] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+    elif kind == 2:
+        out[at] ^= 1 << rng.randrange(8)
+    elif kind == 3:
+        size = rng.randrange(1, 2 + len(out) // 4)
+        other = rng.randrange(len(out))
+        block = out[at : at + size]
+        out[at : at + size] = out[other : other + size]
+        out[other : other + len(block)] = block
+    elif kind == 4:
+        size = rng.choice((2, 4))
+        number = rng.choice((0, 1, 2 ** (8 * size - 1) - 1, 2 ** (8 * size) - 1, len(out), 65_535, 4000))
+        order = rng.choice(("big", "little"))
+        at = rng.randrange(min(len(out), rng.choice((40, 400, 1 << 20))))
+        out[at : at + size] = number.to_bytes(size, order)
+    elif kind == 5:
+        out[at:at] = rng.randbytes(rng.choice((1, 2, 8, 100)))
+    else:
+        out[at:at] = out[at : at + rng.randrange(1, 64)] * rng.choice((1, 10, 200))
+    return bytes(out)
+
+
+@pytest.mark.parametrize("name", SEEDS)
+def test_every_seed_decodes_and_no_truncation_passes_as_another_error(name: str) -> None:
+    data = SEEDS[name]
+    assert outcome(data, FUZZ_LIMITS) == (200, "")
+    for size in range(0, len(data), 1 + len(data) // 60):
+        assert outcome(data[:size], FUZZ_LIMITS)[0] in (200, 400)
+    assert outcome(data[: len(data) // 2], FUZZ_LIMITS)[0] in (200, 400)
+
+
+@pytest.mark.parametrize("name", SEEDS)
+@settings(
+    max_examples=250,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(seed=st.integers(0, 2**32))
+def test_mutations_give_an_image_or_a_refusal(name: str, seed: int) -> None:
+    rng = random.Random(seed)
+    data = mutated(SEEDS[name], rng)
+    if seed % 3 == 0:
+        data = mutated(data or b"\0", rng)
+    outcome(data, FUZZ_LIMITS)
+
+
+def chunk(kind: bytes, body: bytes) -> bytes:
+    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+
+
+PNG_HEAD, PNG_REST = SEEDS["png"][:33], SEEDS["png"][33:]
+BOMB = zlib.compress(bytes(1 << 20), 9)
+
+
+@pytest.mark.parametrize(
+    "kind_and_body",
+    [
+        (b"zTXt", b"key\0\0" + BOMB),
+        (b"iTXt", b"key\0\1\0\0\0" + zlib.compress(b"\xff" * (1 << 20), 9)),
+        (b"iCCP", b"key\0\0" + BOMB),
+        (b"tEXt", b"key\0" + b"x" * 1000),
+        (b"tEXt", b"transparency\0x"),
+        (b"tEXt", b"exif\0x"),
+    ],
+)
+def test_png_text_and_profiles_that_inflate_cost_nothing(kind_and_body: tuple[bytes, bytes]) -> None:
+    extra = chunk(*kind_and_body)
+    count = min(15_000, (19 << 20) // len(extra))
+    assert outcome(PNG_HEAD + extra * count + PNG_REST) == (200, "")
+    assert outcome(PNG_REST[:0] + PNG_HEAD + PNG_REST[:-12] + extra * count + PNG_REST[-12:]) == (200, "")
+
+
+def test_png_of_a_million_chunks_is_refused() -> None:
+    assert outcome(PNG_HEAD + chunk(b"teSt", b"") * 1_000_000 + PNG_REST) == (400, "invalid_image")
+    assert outcome(PNG_HEAD + chunk(b"IDAT", b"") * 1_000_000 + PNG_REST) == (400, "invalid_image")
+
+
+def test_png_with_two_headers_or_without_its_palette_is_refused() -> None:
+    second = chunk(b"IHDR", struct.pack(">II5B", 9000, 7000, 8, 2, 0, 0, 0))
+    assert outcome(PNG_HEAD + second + PNG_REST) == (400, "invalid_image")
+    assert outcome(SEEDS["png-palette"].replace(b"PLTE", b"plTE")) == (400, "invalid_image")
+
+
+def test_png_whose_data_inflate_beyond_its_size() -> None:
+    head = PNG_HEAD[:8] + chunk(b"IHDR", struct.pack(">II5B", 8, 8, 8, 2, 0, 0, 0))
+    data = head + chunk(b"IDAT", zlib.compress(bytes(200 << 20), 9)) + chunk(b"IEND", b"")
+    assert outcome(data)[0] in (200, 400)
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (PNG_HEAD[:8] + chunk(b"IHDR", struct.pack(">II5B", 8192, 8192, 8, 2, 0, 0, 0)) + PNG_REST, 400),
+        (
+            PNG_HEAD[:8] + chunk(b"IHDR", struct.pack(">II5B", 1 << 30, 1 << 30, 8, 2, 0, 0, 0)) + PNG_REST,
+            413,
+        ),
+        (SEEDS["gif"][:6] + struct.pack("<HH", 65_535, 65_535) + SEEDS["gif"][10:], 413),
+        (SEEDS["bmp"][:18] + struct.pack("<ii", 8192, 8192) + SEEDS["bmp"][26:], 400),
+        (SEEDS["bmp"][:18] + struct.pack("<ii", 1 << 20, 1 << 20) + SEEDS["bmp"][26:], 413),
+        (SEEDS["bmp"][:18] + struct.pack("<ii", -5, 5) + SEEDS["bmp"][26:], 400),
+        (b"RIFF\xff\0\0\0WEBPVP8X\x0a\0\0\0\x10\0\0\0\xff\x3f\0\xff\x3f\0" + bytes(50), 413),
+        (b"RIFF\xff\0\0\0WEBPVP8X\x0a\0\0\0\x10\0\0\0\xff\x1f\0\xff\x1f\0" + bytes(50), 400),
+    ],
+)
+def test_headers_that_claim_more_pixels_than_there_are(data: bytes, status: int) -> None:
+    assert outcome(data)[0] == status
+
+
+def test_jpeg_that_claims_more_pixels_than_there_are() -> None:
+    data = SEEDS["jpeg"]
+    at = data.index(b"\xff\xc0") + 5
+    large = data[:at] + struct.pack(">HH", 8000, 8000) + data[at + 4 :]
+    assert outcome(large) == (400, "invalid_image")
+    assert outcome(large[:-2] + bytes(125_000))[0] in (200, 400)
+    assert outcome(data[:at] + struct.pack(">HH", 65_000, 65_000) + data[at + 4 :]) == (
+        413,
+        "too_many_pixels",
+    )
+
+
+def test_jpeg_with_millions_of_segments_or_junk_is_refused() -> None:
+    data = SEEDS["jpeg"]
+    for filler in (b"\xff\xfe\0\2", b"\xff", b"\0", b"\xff\0", b"\xff\x01"):
+        assert outcome(data[:2] + filler * (10_000_000 // len(filler)) + data[2:])[0] in (200, 400)
+    scan = data.index(b"\xff\xda")
+    assert outcome(data[:scan] + b"\xff\xfe\0\2" * 4_000_000 + data[scan:])[0] in (200, 400)
+
+
+def test_progressive_jpeg_of_very_many_scans_is_refused_and_of_many_is_not() -> None:
+    for side, most in ((6000, 16), (700, 1024)):
+        data = save(Image.new("RGB", (side, side)), "JPEG", progressive=True)
+        scan = data[data.rindex(b"\xff\xda") : -2]
+        missing = most - data.count(b"\xff\xda")
+        assert outcome(data[:-2] + scan * missing + data[-2:])[0] == 200
+        assert outcome(data[:-2] + scan * (missing + 1) + data[-2:]) == (400, "invalid_image")
+
+
+def test_cmyk_jpeg_whose_first_scan_leaves_out_a_component_may_not_have_many_scans() -> None:
+    data = save(Image.new("CMYK", (600, 600)), "JPEG")
+    at = data.rindex(b"\xff\xda")
+    scan = b"\xff\xda\0\x0c\3" + data[at + 5 : at + 11] + b"\0\x3f\0" + data[at + 16 : -2]
+    assert outcome(data[:at] + scan * 1100 + data[-2:]) == (400, "invalid_image")
+    assert read_header(data[:at] + scan + data[-2:], LIMITS).width == 600
+
+
+def gif_with(before_frame: bytes) -> bytes:
+    data = SEEDS["gif-animated"]
+    palette_end = 13 + (3 << (data[10] & 7) + 1)
+    return data[:palette_end] + before_frame + data[palette_end:]
+
+
+def test_gif_with_endless_comments_is_refused() -> None:
+    assert outcome(gif_with(b"\x21\xfe" + b"\1x" * 9_000_000 + b"\0")) == (400, "invalid_image")
+    assert outcome(gif_with(b"\x21\xfe\1x\0" * 3_000_000)) == (400, "invalid_image")
+    assert outcome(gif_with(b"\x21\xfe" + b"\1x" * 1000 + b"\0")) == (200, "")
+
+
+def test_gif_frame_larger_than_its_screen() -> None:
+    data = SEEDS["gif"]
+    at = data.index(b"\x2c\0\0\0\0")
+    huge = data[: at + 5] + struct.pack("<HH", 65_535, 65_535) + data[at + 9 :]
+    assert outcome(huge) == (413, "too_many_pixels")
+    disposed = b"\x21\xf9\4\x08\0\0\0\0" + data[at : at + 5] + struct.pack("<HH", 9000, 7000) + data[at + 9 :]
+    assert outcome(data[:at] + disposed) == (400, "invalid_image")
+
+
+def tiff(tags: dict[int, tuple[int, int, bytes]], data: bytes = b"") -> bytes:
+    """A TIFF of 16 × 16 gray pixels; tags map to (type, count, value or offset); `data` is at 264."""
+    every = {
+        256: (3, 1, b"\x10\0\0\0"),
+        257: (3, 1, b"\x10\0\0\0"),
+        258: (3, 1, b"\x08\0\0\0"),
+        262: (3, 1, b"\1\0\0\0"),
+        273: (4, 1, struct.pack("<I", 8)),
+        279: (4, 1, struct.pack("<I", 256)),
+        **tags,
+    }
+    entries = b"".join(struct.pack("<HHI4s", tag, *every[tag]) for tag in sorted(every))
+    directory = struct.pack("<H", len(every)) + entries + bytes(4)
+    start = 264 + len(data)
+    return b"II*\0" + struct.pack("<I", start) + bytes(256) + data + directory
+
+
+AT = struct.pack("<I", 264)
+LARGE = (19 << 20) // 8 * 8
+
+
+@pytest.mark.parametrize("tag", [282, 306, 700, 34377, 34675, 34665, 34853, 50838])
+def test_tiff_tags_of_any_size_that_pixels_do_not_depend_on(tag: int) -> None:
+    rationals = tiff({tag: (5, LARGE // 8, AT)}, bytes(LARGE))
+    assert outcome(rationals) == (200, "")
+    directory = struct.pack("<HHHI4s", 1, 42_000, 5, (LARGE - 64) // 8, struct.pack("<I", 300)) + bytes(4)
+    assert outcome(tiff({tag: (4, 1, AT)}, directory.ljust(LARGE, b"\0"))) == (200, "")
+
+
+@pytest.mark.parametrize("tag", [256, 258, 273, 279, 320, 338, 339])
+def test_tiff_tags_of_absurd_sizes_are_refused(tag: int) -> None:
+    assert outcome(tiff({tag: (3, LARGE // 2, AT)}, bytes(LARGE))) == (400, "invalid_image")
+    assert outcome(tiff({tag: (4, 0xFFFFFFFF, AT)})) == (400, "invalid_image")
+    assert outcome(tiff({tag: (4, 2, b"\xff\xff\xff\xff")})) == (400, "invalid_image")
+
+
+def test_tiff_with_a_huge_tile_around_a_small_image_is_refused() -> None:
+    side = struct.pack("<I", 40_000)
+    inflated = zlib.compress(bytes(64 << 20), 9)
+    tags = {259: (3, 1, b"\x08\0\0\0"), 322: (4, 1, side), 323: (4, 1, side)}
+    tiles = {324: (4, 1, AT), 325: (4, 1, struct.pack("<I", len(inflated)))}
+    assert outcome(tiff({**tags, **tiles}, inflated)) == (413, "too_many_pixels")
+
+
+def test_tiff_that_claims_more_pixels_than_there_are() -> None:
+    side = (4, 1, struct.pack("<I", 8000))
+    assert outcome(tiff({256: side, 257: side})) == (400, "invalid_image")
+    huge = (4, 1, b"\xff\xff\xff\xff")
+    assert outcome(tiff({256: huge, 257: huge})) == (413, "too_many_pixels")
+    assert outcome(tiff({256: huge, 257: huge, 259: (3, 1, b"\x08\0\0\0")})) == (413, "too_many_pixels")
+
+
+def test_tiff_directory_that_points_at_itself_or_nowhere() -> None:
+    data = tiff({})
+    for offset in (0, 4, 8, len(data) - 1, len(data), 0xFFFFFFFF):
+        outcome(data[:4] + struct.pack("<I", offset) + data[8:])
+    assert outcome(data[:-4] + data[4:8]) == (200, "")
+
+
+def test_run_length_bmp_of_the_largest_size_served_is_quick() -> None:
+    info = struct.pack("<IiiHHIIiiII", 40, 2048, 2048, 1, 8, 1, 0, 0, 0, 2, 0)
+    data = b"BM" + struct.pack("<IHHI", 0, 0, 0, 62) + info + b"\0\0\xc8\0\0\xc8\0\0"
+    assert outcome(data + b"\1\0\0\0" * 2048)[0] in (200, 400)
+    assert outcome(data + b"\1\0" * 500_000)[0] in (200, 400)
+    assert outcome(data + b"\1\0" * (9 << 20)) == (415, "unsupported_image_format")

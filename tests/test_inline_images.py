@@ -1,0 +1,156 @@
+import base64
+import random
+from urllib.parse import quote_from_bytes
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.errors import ApiError, BadRequest, TooLarge
+from service.inline_images import decode_base64, decode_item, decode_url
+
+MAX = 10_000_000
+# Longer than the slices in which text is decoded; its base64 has every character of the alphabet.
+LARGE = random.Random(7).randbytes(700_001)
+
+
+@settings(derandomize=True, max_examples=200, deadline=None)
+@given(data=st.binary(max_size=50), urlsafe=st.booleans(), padded=st.booleans())
+def test_either_alphabet_decodes_with_and_without_padding(data: bytes, urlsafe: bool, padded: bool) -> None:
+    encoded = (base64.urlsafe_b64encode(data) if urlsafe else base64.b64encode(data)).decode()
+    assert decode_item(encoded if padded else encoded.rstrip("="), MAX) == data
+
+
+@pytest.mark.parametrize("num_bytes", [len(LARGE), len(LARGE) - 1, len(LARGE) - 2, 3 * 2**16, 3 * 2**16 + 1])
+def test_large_base64_decodes(num_bytes: int) -> None:
+    data = LARGE[:num_bytes]
+    assert decode_base64(base64.b64encode(data).decode(), MAX) == data
+    assert decode_base64(base64.urlsafe_b64encode(data).decode().rstrip("="), MAX) == data
+
+
+@pytest.mark.parametrize(
+    "text", ["QUJD\nREVG\n", "QUJD\r\nREVG", " QUJDREVG ", "QUJDR\tEVG", "Q U J D R E V G"]
+)
+def test_whitespace_in_base64_is_ignored(text: str) -> None:
+    assert decode_item(text, MAX) == b"ABCDEF"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("A", id="one digit"),
+        pytest.param("AAAAA", id="one digit over"),
+        pytest.param("AA=", id="half the padding"),
+        pytest.param("AAA==", id="too much padding"),
+        pytest.param("AAAA=", id="padding without need"),
+        pytest.param("AAAA====", id="a group of padding"),
+        pytest.param("=", id="padding alone"),
+        pytest.param("AA==AAAA", id="padding inside"),
+        pytest.param("A" * (2**18 - 2) + "==AAAA", id="padding at the end of a slice"),
+        pytest.param("A+A_", id="both alphabets"),
+        pytest.param("A-/A", id="both alphabets again"),
+        pytest.param("AA!A", id="outside the alphabet"),
+        pytest.param("AAAA****AAAA", id="a group outside the alphabet"),
+        pytest.param("AAA\0", id="NUL"),
+        pytest.param("AAA\u00e9", id="outside ASCII"),
+        pytest.param("AAA\ud800", id="lone surrogate"),
+        pytest.param("AAA\u00a0A", id="a space that is not ASCII"),
+        pytest.param("AAAA" * 2**17 + "A*AA", id="bad digit in a later slice"),
+    ],
+)
+def test_broken_base64_is_refused(text: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode_item(text, MAX)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_base64")
+    assert text[:20] not in caught.value.message or len(text) < 3
+
+
+@pytest.mark.parametrize(("text", "problem"), [("AAAAA", "length"), ("AA=", "padding"), ("A*AA", "alphabet")])
+def test_broken_base64_is_refused_with_the_reason(text: str, problem: str) -> None:
+    with pytest.raises(BadRequest, match=problem):
+        decode_base64(text, MAX)
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "data:image/png;base64,QUJD",
+        "DATA:IMAGE/PNG;BASE64,QUJD",
+        "data:;base64,QUJD",
+        "data:image/png;charset=utf-8;name=a.png;base64,QUJD",
+        "data:image/png; base64 ,QUJD",
+        "data:image/png;base64,QUJ%44",
+        "data:image/png;base64,%51%55%4a%44",
+        "data:image/png;base64,QU\nJD",
+        "data:,ABC",
+        "data:image/png,%41B%43",
+        "data:text/plain;charset=utf-8,A%42C",
+    ],
+)
+def test_data_uris_decode(uri: str) -> None:
+    assert decode_item(uri, MAX) == b"ABC"
+    assert decode_url(uri, MAX) == b"ABC"
+
+
+@pytest.mark.parametrize("shift", range(4))
+def test_large_percent_encoding_decodes(shift: int) -> None:
+    data = b"x" * shift + LARGE
+    assert decode_url("data:image/png," + quote_from_bytes(data), MAX) == data
+    assert decode_url("data:," + "x" * shift + "%41" * 200_000, MAX) == b"x" * shift + b"A" * 200_000
+
+
+@pytest.mark.parametrize(
+    "uri", ["data:image/png;base64", "data:", "data:,\u00e9", "data:,\ud800", "data:;base64,A"]
+)
+def test_broken_data_uris_are_refused(uri: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode_item(uri, MAX)
+    assert caught.value.code == "invalid_base64"
+
+
+@pytest.mark.parametrize(
+    ("url", "hint"),
+    [
+        ("http://example.org/a.jpg", "not enabled"),
+        ("HTTPS://example.org/a.jpg", "not enabled"),
+        ("ftp://example.org/a.jpg", "only http"),
+        ("file:///etc/hostname", "only http"),
+        ("javascript:x", "only http"),
+    ],
+)
+def test_urls_are_refused(url: str, hint: str) -> None:
+    for decode in (decode_item, decode_url):
+        with pytest.raises(BadRequest, match=hint) as caught:
+            decode(url, MAX)
+        assert caught.value.code == "url_not_allowed"
+
+
+def test_text_that_is_no_url_is_refused_as_one() -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode_url("AAAA", MAX)
+    assert caught.value.code == "url_not_allowed"
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        "QUJDRA==",
+        "QUJDRA",
+        "QU JD\nRA",
+        "data:;base64,QUJDRA",
+        "data:,ABCD",
+        "data:,%41%42%43%44",
+        "QUJDRA" + "*" * 10,  # the size is checked before anything is decoded
+    ],
+)
+def test_image_over_its_limit_is_refused_with_both_numbers(over: str) -> None:
+    with pytest.raises(TooLarge) as caught:
+        decode_item(over, 3)
+    error: ApiError = caught.value
+    assert (error.status, error.code) == (413, "image_too_large")
+    assert " 3 " in error.message
+
+
+@pytest.mark.parametrize("within", ["QUJD", "Q U J D", "data:;base64,QUJD", "data:,%41%42%43", "data:,ABC"])
+def test_image_at_its_limit_is_decoded(within: str) -> None:
+    assert decode_item(within, 3) == b"ABC"

@@ -1,0 +1,124 @@
+import json
+from typing import Any
+
+import pytest
+
+from service.errors import ApiError, BadRequest, InvalidShape
+from tests.bodies import read
+
+JSON = "application/json"
+
+
+@pytest.mark.parametrize("content_type", [JSON, "application/json; charset=utf-8", "Application/JSON ;x"])
+def test_images_and_options_are_read(content_type: str) -> None:
+    document = {
+        "pooling": "none",
+        "images": ["AAAA", {"data": "AQ=="}, {"url": "data:image/png;base64,Ag"}],
+        "deepstack": True,
+    }
+    body = read(content_type, json.dumps(document).encode())
+    assert body.images == (b"\0\0\0", b"\1", b"\2")
+    assert body.options == {"pooling": "none", "deepstack": True}
+
+
+@pytest.mark.parametrize("item", ["AAAA", {"data": "AAAA"}, {"url": "data:,%00%00%00"}, "data:,%00%00%00"])
+def test_one_item_may_stand_without_the_list(item: Any) -> None:
+    assert read(JSON, json.dumps({"images": item}).encode()).images == (b"\0\0\0",)
+
+
+def test_byte_order_mark_is_ignored() -> None:
+    assert read(JSON, b'\xef\xbb\xbf{"images": "AAAA"}').images == (b"\0\0\0",)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"{", id="cut"),
+        pytest.param(b" ", id="blank"),
+        pytest.param(b'{"images": "AAAA"} x', id="more behind"),
+        pytest.param(b'{"images": "A\nAAA"}', id="raw line break in a string"),
+        pytest.param(b"{'images': 'AAAA'}", id="single quotes"),
+        pytest.param(b'{"images": NaN}', id="NaN"),
+        pytest.param(b'{"images": [-Infinity]}', id="-Infinity"),
+        pytest.param(b'{"images": "\xff"}', id="not UTF-8"),
+        pytest.param('{"images": "AAAA"}'.encode("utf-16"), id="UTF-16"),
+        pytest.param(b"[" * 50_000, id="deep lists"),
+        pytest.param(b'{"a":' * 30_000, id="deep objects"),
+        pytest.param(b'{"images": [' + b"0," * 99_999 + b"0]}", id="many values"),
+        pytest.param(b'{"images": "AAAA", "images": "AAAA"}', id="images twice"),
+        pytest.param(b'{"images": "AAAA", "dtype": "float32", "dtype": "float32"}', id="option twice"),
+    ],
+)
+def test_malformed_json_is_refused(body: bytes) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read(JSON, body)
+    assert (caught.value.status, caught.value.code) == (400, "invalid_json")
+
+
+def test_malformed_json_is_refused_with_its_place() -> None:
+    with pytest.raises(BadRequest, match="line 2, column 3"):
+        read(JSON, b'{"images":\n  x}')
+
+
+@pytest.mark.parametrize(
+    ("document", "param"),
+    [
+        ([], None),
+        ("AAAA", None),
+        (None, None),
+        (5, None),
+        ({}, "images"),
+        ({"image": "AAAA"}, "image"),
+        ({"images": "AAAA", "model": "x"}, "model"),
+        ({"images": "AAAA", "\ud800\n" + "x" * 100: 1}, "\\ud800\\n" + "x" * 62),
+        ({"images": None}, "images[0]"),
+        ({"images": 5}, "images[0]"),
+        ({"images": ["AAAA", 5]}, "images[1]"),
+        ({"images": ["AAAA", 1.5e300]}, "images[1]"),
+        ({"images": ["AAAA", "AAAA", ["AAAA"]]}, "images[2]"),
+        ({"images": [True]}, "images[0]"),
+        ({"images": [{}]}, "images[0]"),
+        ({"images": [{"data": 5}]}, "images[0]"),
+        ({"images": [{"data": None}]}, "images[0]"),
+        ({"images": [{"url": {"url": "x"}}]}, "images[0]"),
+        ({"images": [{"data": "AAAA", "url": "data:,x"}]}, "images[0]"),
+        ({"images": [{"data": "AAAA", "detail": "low"}]}, "images[0]"),
+        ({"images": "AAAA", "normalize": 1}, "normalize"),
+        ({"images": "AAAA", "pooling": None}, "pooling"),
+        ({"images": "AAAA", "dtype": ["float32"]}, "dtype"),
+    ],
+)
+def test_json_of_the_wrong_shape_is_refused_by_name(document: Any, param: str | None) -> None:
+    with pytest.raises(InvalidShape) as caught:
+        read(JSON, json.dumps(document).encode())
+    assert (caught.value.status, caught.value.param) == (422, param)
+    caught.value.message.encode()
+
+
+def test_unknown_member_of_an_item_is_named() -> None:
+    with pytest.raises(InvalidShape, match="detail"):
+        read(JSON, json.dumps({"images": [{"data": "AAAA", "detail": "low"}]}).encode())
+
+
+@pytest.mark.parametrize(
+    ("images", "status", "code", "param"),
+    [
+        ([], 400, "empty_input", "images"),
+        ([""], 400, "empty_input", "images[0]"),
+        (["AAAA", {"url": "data:,"}], 400, "empty_input", "images[1]"),
+        (["AAAA"] * 4, 413, "too_many_images", "images"),
+        (["AAAA", "A" * 1336], 413, "image_too_large", "images[1]"),
+        (["AAAA", "AAAA", "A"], 400, "invalid_base64", "images[2]"),
+        (["AAAA", {"data": "data:,x"}], 400, "invalid_base64", "images[1]"),
+        (["AAAA", "http://example.org/a.jpg"], 400, "url_not_allowed", "images[1]"),
+        ({"url": "https://example.org/a.jpg"}, 400, "url_not_allowed", "images[0]"),
+    ],
+)
+def test_bad_images_are_refused_by_index(images: Any, status: int, code: str, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read(JSON, json.dumps({"images": images}).encode())
+    assert (caught.value.status, caught.value.code, caught.value.param) == (status, code, param)
+
+
+def test_many_commas_in_one_string_are_no_reason_to_refuse() -> None:
+    assert read(JSON, json.dumps({"images": "data:," + "," * 900}).encode()).images == (b"," * 900,)

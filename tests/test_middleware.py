@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from fastapi import Request, Response
+from prometheus_client import CollectorRegistry
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.context import context_of
+from service.errors import BadRequest, NonFiniteOutput
+from service.metrics import Metrics
+from service.middleware import RequestMiddleware
+
+Headers = Sequence[tuple[bytes, bytes]]
+
+
+class Route:
+    path = "/embed"
+
+
+class Run:
+    """One request through the middleware around `app`."""
+
+    def __init__(
+        self, app: ASGIApp, *, method: str = "POST", path: str = "/embed", headers: Headers = ()
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self.sent: list[Message] = []
+        self._app = RequestMiddleware(app, Metrics(self.registry, ("/embed",)), frozenset({"/healthz"}))
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": list(headers),
+            "route": Route,
+        }
+
+    async def _receive(self) -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    async def call(self) -> None:
+        await self._app(self.scope, self._receive, self._send)
+
+    @property
+    def status(self) -> int:
+        status: int = self.sent[0]["status"]
+        return status
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {name.decode(): value.decode() for name, value in self.sent[0]["headers"]}
+
+    @property
+    def error(self) -> dict[str, Any]:
+        error: dict[str, Any] = json.loads(self.sent[1]["body"])["error"]
+        return error
+
+    def metric(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(f"vision_sidecar_{name}", labels)
+
+
+def run(app: ASGIApp, *, method: str = "POST", path: str = "/embed", headers: Headers = ()) -> Run:
+    done = Run(app, method=method, path=path, headers=headers)
+    asyncio.run(done.call())
+    return done
+
+
+def raising(error: BaseException) -> ASGIApp:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise error
+
+    return app
+
+
+async def fine(scope: Scope, receive: Receive, send: Send) -> None:
+    context_of(scope).stages_s["read"] = 0.0015
+    await Response(b"body", media_type="text/plain")(scope, receive, send)
+
+
+@pytest.mark.parametrize(
+    "app", [fine, raising(BadRequest("no", code="invalid_image")), raising(KeyError("x"))]
+)
+def test_every_answer_has_the_fixed_headers(app: ASGIApp) -> None:
+    headers = run(app).headers
+    assert headers["cache-control"] == "no-store"
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["vary"] == "Accept"
+    assert re.fullmatch(r"[0-9a-f]{32}", headers["x-request-id"])
+    assert re.search(r"total;dur=\d+\.\d\d$", headers["server-timing"])
+
+
+def test_stages_are_told_in_milliseconds() -> None:
+    assert run(fine).headers["server-timing"].startswith("read;dur=1.50, total;dur=")
+
+
+@pytest.mark.parametrize("sent", ["a", "Ab-1._", "x" * 128])
+def test_the_callers_request_id_comes_back(sent: str) -> None:
+    assert run(fine, headers=[(b"x-request-id", sent.encode())]).headers["x-request-id"] == sent
+
+
+@pytest.mark.parametrize("sent", [b"", b"a b", b"x" * 129, b"a\r\nb: c", b"a\n", b"\xff", b"a/b"])
+def test_an_id_of_another_form_is_replaced(sent: bytes) -> None:
+    assert re.fullmatch(r"[0-9a-f]{32}", run(fine, headers=[(b"x-request-id", sent)]).headers["x-request-id"])
+
+
+def test_an_api_error_becomes_the_error_body() -> None:
+    done = run(raising(BadRequest("not an image", code="invalid_image", param="images[1]")))
+    assert done.status == 400
+    assert done.headers["content-type"] == "application/json"
+    assert int(done.headers["content-length"]) == len(done.sent[1]["body"])
+    assert done.error == {
+        "message": "not an image",
+        "type": "invalid_request_error",
+        "param": "images[1]",
+        "code": "invalid_image",
+    }
+    assert done.metric("errors_total", code="invalid_image") == 1
+    assert done.metric("requests_total", route="/embed", status="400") == 1
+
+
+def test_an_unexpected_error_is_logged_with_the_id_and_kept_from_the_caller(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    done = run(raising(OSError("/secret/path")), headers=[(b"x-request-id", b"id-7")])
+    assert (done.status, done.error["code"]) == (500, "internal_error")
+    assert b"secret" not in done.sent[1]["body"]
+    [record] = caplog.records
+    assert (record.levelname, record.getMessage()) == ("ERROR", "POST /embed [id-7] failed")
+    assert record.exc_info is not None
+
+
+def test_errors_of_the_server_are_logged_and_those_of_callers_are_not(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run(raising(BadRequest("no", code="invalid_image")))
+    assert caplog.records == []
+    run(raising(NonFiniteOutput("a number is not finite")))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "non_finite_output" in caplog.text
+
+
+def test_what_is_answered_2xx_is_timed_to_the_last_byte() -> None:
+    done = run(fine)
+    assert done.metric("requests_total", route="/embed", status="200") == 1
+    assert done.metric("request_duration_seconds_count", route="/embed") == 1
+    assert done.metric("stage_duration_seconds_sum", stage="read") == 0.0015
+    assert done.metric("stage_duration_seconds_count", stage="decode") == 0
+    refused = run(raising(BadRequest("no", code="invalid_image")))
+    assert refused.metric("request_duration_seconds_count", route="/embed") == 0
+
+
+def test_a_caller_who_left_is_counted_and_gets_nothing() -> None:
+    done = run(raising(ClientDisconnect()))
+    assert done.sent == []
+    assert done.metric("requests_total", route="/embed", status="499") == 1
+
+
+def test_probes_are_answered_but_neither_counted_nor_logged(caplog: pytest.LogCaptureFixture) -> None:
+    done = run(raising(NonFiniteOutput("x")), path="/healthz")
+    assert done.status == 500
+    assert "x-request-id" in done.headers
+    assert done.metric("requests_total", route="/embed", status="500") == 0
+    assert done.metric("errors_total", code="non_finite_output") == 0
+    assert caplog.records == []
+
+
+def test_a_path_without_a_route_is_counted_as_other() -> None:
+    done = Run(fine)
+    del done.scope["route"]
+    asyncio.run(done.call())
+    assert done.metric("requests_total", route="other", status="200") == 1
+
+
+def test_requests_in_flight_go_up_and_down() -> None:
+    seen: list[float | None] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(done.metric("requests_in_flight"))
+        raise ValueError
+
+    done = Run(app)
+    asyncio.run(done.call())
+    assert (seen, done.metric("requests_in_flight")) == ([1], 0)
+
+
+def test_head_is_a_get_without_its_body() -> None:
+    methods = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        methods.append(Request(scope).method)
+        await fine(scope, receive, send)
+
+    done = run(app, method="HEAD")
+    assert methods == ["GET"]
+    assert done.headers["content-length"] == "4"
+    assert b"".join(message["body"] for message in done.sent[1:]) == b""
+
+
+def test_a_request_cut_off_by_the_end_of_the_server_is_told_so() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await asyncio.Event().wait()
+
+    done = Run(app)
+
+    async def cancel() -> None:
+        task = asyncio.create_task(done.call())
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    asyncio.run(cancel())
+    assert (done.status, done.error["code"], done.headers["retry-after"]) == (503, "draining", "5")
+
+
+def test_an_error_after_the_answer_began_cuts_the_connection() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ValueError("late")
+
+    done = Run(app)
+    with pytest.raises(ValueError, match="late"):
+        asyncio.run(done.call())
+    assert len(done.sent) == 1
+
+
+def test_what_is_no_http_passes_through() -> None:
+    seen = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope["type"])
+
+    done = Run(app)
+    done.scope["type"] = "lifespan"
+    asyncio.run(done.call())
+    assert seen == ["lifespan"]

@@ -1,0 +1,171 @@
+import pytest
+
+from service.body import EmbedBody
+from service.errors import ApiError, BadRequest, TooLarge
+from tests.bodies import BOUNDARY, MULTIPART, image_part, multipart, option_part, part, read
+
+BODY = multipart(
+    option_part("pooling", b"none"),
+    image_part(b"first\r\n--xYz-\r\n--xYz--\r\r\n-"),
+    option_part("deepstack", b"true"),
+    image_part(b"\r\nsecond\r\n"),
+)
+EXPECTED = EmbedBody(
+    (b"first\r\n--xYz-\r\n--xYz--\r\r\n-", b"\r\nsecond\r\n"), {"pooling": "none", "deepstack": "true"}
+)
+
+
+def test_images_come_in_order_and_options_by_name() -> None:
+    assert read(MULTIPART, BODY) == EXPECTED
+
+
+@pytest.mark.parametrize("split", range(1, len(BODY)))
+def test_a_split_at_any_byte_changes_nothing(split: int) -> None:
+    assert read(MULTIPART, BODY[:split], BODY[split:]) == EXPECTED
+
+
+def test_single_bytes_change_nothing() -> None:
+    assert read(MULTIPART, *(BODY[i : i + 1] for i in range(len(BODY)))) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        b'Content-Disposition: form-data; name="x"; filename="photo; a.jpg"',
+        b'Content-Disposition: form-data; name="pooling"; filename=""',
+        b"CONTENT-DISPOSITION: form-data; name=pooling; FileName=a.jpg\r\nContent-Type: text/plain",
+        b"Content-Disposition: form-data; name=\"x\"; filename*=UTF-8''na%C3%AFve.jpg",
+        b"Content-Disposition: form-data; name=\"x\"; filename*0*=UTF-8''na; filename*1*=ive.jpg",
+        b'Content-Disposition: form-data; name="pooling"\r\nContent-Type: image/webp',
+        b'Content-Disposition: form-data; name="pooling"\r\ncontent-type: Application/Octet-Stream; x=y',
+        b"Content-Type: image/jpeg\r\nContent-Transfer-Encoding: Binary",
+    ],
+)
+def test_part_with_a_file_name_or_an_image_type_is_an_image(headers: bytes) -> None:
+    assert read(MULTIPART, multipart(part(headers, b"\0"))) == EmbedBody((b"\0",), {})
+
+
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        (b'Content-Disposition: form-data; name="image"', "image"),
+        (b'Content-Disposition: form-data; name="Pooling"', "Pooling"),
+        (b'Content-Disposition: form-data; name="a\xff"\r\nContent-Type: application/json', "a\\ufffd"),
+        (b'Content-Disposition: form-data; name="; filename*=x"', "; filename*=x"),
+        (b'Content-Disposition: form-data; name="' + b"n" * 500 + b'"', "n" * 64),
+        (b"Content-Disposition: form-data", None),
+        (b"X: y", None),
+    ],
+)
+def test_other_parts_are_refused_by_name(headers: bytes, param: str | None) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read(MULTIPART, multipart(image_part(b"x"), part(headers, b"mean")))
+    assert (caught.value.code, caught.value.param) == ("invalid_option", param)
+    assert (param or "without a name") in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        pytest.param([option_part("dtype", b"float32"), option_part("dtype", b"float32")], id="twice"),
+        pytest.param([option_part("dtype", b"x" * 257)], id="too long"),
+        pytest.param([option_part("dtype", b"\xff")], id="not UTF-8"),
+    ],
+)
+def test_bad_option_parts_are_refused(parts: list[bytes]) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read(MULTIPART, multipart(image_part(b"x"), *parts))
+    assert (caught.value.code, caught.value.param) == ("invalid_option", "dtype")
+
+
+@pytest.mark.parametrize("encoding", [b"base64", b"QUOTED-PRINTABLE", b"x-\xff"])
+def test_transfer_encodings_are_refused(encoding: bytes) -> None:
+    headers = (
+        b'Content-Disposition: form-data; name="a"; filename="a"\r\nContent-Transfer-Encoding: ' + encoding
+    )
+    with pytest.raises(BadRequest) as caught:
+        read(MULTIPART, multipart(part(headers, b"AAAA")))
+    assert caught.value.code == "invalid_body"
+    assert "transfer encoding" in caught.value.message
+
+
+@pytest.mark.parametrize("end", range(1, len(BODY) - len(b"--\r\n")))
+def test_truncated_body_is_refused(end: int) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read(MULTIPART, BODY[:end])
+    assert caught.value.code == "invalid_body"
+
+
+@pytest.mark.parametrize("end", ["--", "--\r\n", "--\r\nepilogue", "--\r\n\r\n--xYz--7\r\n"])
+def test_what_follows_the_last_boundary_is_ignored(end: str) -> None:
+    body = image_part(b"x") + b"--" + BOUNDARY + end.encode()
+    assert read(MULTIPART, body).images == (b"x",)
+
+
+def test_blank_line_before_the_first_boundary_is_ignored() -> None:
+    assert read(MULTIPART, b"\r\n" + multipart(image_part(b"x"))).images == (b"x",)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        pytest.param(b"preamble\r\n" + BODY, id="preamble"),
+        pytest.param(BODY.replace(b"\r\n", b"\n"), id="LF only"),
+        pytest.param(BODY.replace(BOUNDARY, b"other"), id="other boundary"),
+        pytest.param(multipart(part(b"no colon", b"x")), id="header without a colon"),
+        pytest.param(multipart(part(b"X: " + b"y" * 10_000, b"x")), id="large header"),
+        pytest.param(multipart(part(b"X" * 10_000 + b": y", b"x")), id="large header name"),
+        pytest.param(multipart(part(b"\r\n".join([b"X: y"] * 50), b"x")), id="many headers"),
+    ],
+)
+def test_malformed_bodies_are_refused(body: bytes) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read(MULTIPART, body)
+    assert caught.value.code == "invalid_body"
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        "",
+        "; boundary=",
+        '; boundary=""',
+        "; boundary=" + "x" * 71,
+        '; boundary="a "',
+        "; boundary=\xe9",
+        "; b=x",
+    ],
+)
+def test_missing_or_odd_boundary_is_refused(parameters: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read("multipart/form-data" + parameters, BODY)
+    assert caught.value.code == "invalid_body"
+    assert "boundary of 1 to 70 characters" in caught.value.message
+
+
+@pytest.mark.parametrize("boundary", ["x", "x" * 70, "a'b (c)+_,-./:=?"])
+def test_every_boundary_that_the_rules_allow_is_taken(boundary: str) -> None:
+    body = multipart(image_part(b"x")).replace(BOUNDARY, boundary.encode())
+    assert read(f'Multipart/Form-Data; charset=x; BOUNDARY="{boundary}"', body).images == (b"x",)
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "code", "param"),
+    [
+        (multipart(), BadRequest, "empty_input", "images"),
+        (multipart(option_part("pooling", b"mean")), BadRequest, "empty_input", "images"),
+        (multipart(image_part(b"x"), image_part(b"")), BadRequest, "empty_input", "images[1]"),
+        (multipart(*[image_part(b"x")] * 4), TooLarge, "too_many_images", "images"),
+        (multipart(image_part(b"x"), image_part(b"x" * 1001)), TooLarge, "image_too_large", "images[1]"),
+    ],
+)
+def test_images_out_of_their_limits_are_refused(
+    body: bytes, error: type[ApiError], code: str, param: str
+) -> None:
+    with pytest.raises(error) as caught:
+        read(MULTIPART, body)
+    assert (caught.value.code, caught.value.param) == (code, param)
+
+
+def test_limits_are_inclusive() -> None:
+    assert len(read(MULTIPART, multipart(*[image_part(b"x" * 1000)] * 3)).images) == 3

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models import OutputSpec
+from service.errors import ApiError
+from service.options import MAX_JSON_FLOATS, EmbedOptions, negotiate, read_query, resolve_options
+
+DEFAULTS = EmbedOptions(
+    pooling="mean", normalize=True, deepstack=False, dtype="float32", encoding_format="float"
+)
+
+
+def refusal(sent: dict[str, str | bool], accept: str | None = None) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        resolve_options(sent, accept)
+    return caught.value
+
+
+def test_defaults_apply_where_they_can() -> None:
+    assert resolve_options({}, None) == DEFAULTS
+    tokens = resolve_options({"pooling": "none"}, None)
+    assert (tokens.normalize, tokens.deepstack) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        ({}, OutputSpec(pooled=True, normalize=True, deepstack=False, dtype=torch.float32)),
+        ({"normalize": "0"}, OutputSpec(pooled=True, deepstack=False, dtype=torch.float32)),
+        ({"pooling": "none"}, OutputSpec(deepstack=False, dtype=torch.float32)),
+        (
+            {"pooling": "none", "deepstack": True, "dtype": "bfloat16", "encoding_format": "base64"},
+            OutputSpec(deepstack=True, dtype=torch.bfloat16),
+        ),
+        (
+            {"dtype": "float16", "encoding_format": "base64"},
+            OutputSpec(pooled=True, normalize=True, deepstack=False, dtype=torch.float16),
+        ),
+    ],
+)
+def test_options_in_the_encoders_terms(sent: dict[str, str | bool], expected: OutputSpec) -> None:
+    assert resolve_options(sent, None).output_spec() == expected
+
+
+@pytest.mark.parametrize(("value", "expected"), [("true", True), ("1", True), ("false", False), ("0", False)])
+def test_booleans_as_text(value: str, expected: bool) -> None:
+    assert resolve_options({"normalize": value}, None).normalize is expected
+
+
+@pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False)])
+def test_booleans_of_json(value: bool, expected: bool) -> None:
+    assert resolve_options({"normalize": value}, None).normalize is expected
+
+
+@pytest.mark.parametrize(
+    ("sent", "param"),
+    [
+        ({"pooling": "max"}, "pooling"),
+        ({"pooling": "Mean"}, "pooling"),
+        ({"pooling": ""}, "pooling"),
+        ({"pooling": True}, "pooling"),
+        ({"normalize": "yes"}, "normalize"),
+        ({"normalize": "True"}, "normalize"),
+        ({"normalize": ""}, "normalize"),
+        ({"deepstack": "2"}, "deepstack"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"encoding_format": "hex"}, "encoding_format"),
+        ({"format": "safetensors"}, "format"),
+        ({"format": "JSON"}, "format"),
+    ],
+)
+def test_a_value_out_of_the_table_is_invalid(sent: dict[str, str | bool], param: str) -> None:
+    error = refusal(sent)
+    assert (error.status, error.code, error.param) == (400, "invalid_option", param)
+    assert error.message.startswith(f"{param} must be ")
+
+
+def test_the_message_says_what_is_served() -> None:
+    assert refusal({"format": "npy"}).message == 'format must be json, not "npy"'
+
+
+@pytest.mark.parametrize(
+    ("sent", "param"),
+    [
+        ({"pooling": "none", "normalize": "true"}, "normalize"),
+        ({"deepstack": "true"}, "deepstack"),
+        ({"pooling": "mean", "deepstack": True}, "deepstack"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"dtype": "bfloat16", "encoding_format": "float"}, "dtype"),
+    ],
+)
+def test_options_that_cannot_apply_conflict(sent: dict[str, str | bool], param: str) -> None:
+    error = refusal(sent)
+    assert (error.status, error.code, error.param) == (400, "option_conflict", param)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        {"pooling": "none", "normalize": "false"},
+        {"pooling": "mean", "deepstack": "false"},
+        {"dtype": "float32", "encoding_format": "float"},
+    ],
+)
+def test_a_default_said_aloud_is_no_conflict(sent: dict[str, str | bool]) -> None:
+    resolve_options(sent, None)
+
+
+@pytest.mark.parametrize(
+    ("accept", "acceptable"),
+    [
+        (None, True),
+        ("", True),
+        ("*/*", True),
+        ("application/json", True),
+        ("Application/JSON; charset=utf-8", True),
+        ("application/*;q=0.1", True),
+        ("text/html, */*;q=0.1", True),
+        ("application/json;q=0.001", True),
+        ("text/html", False),
+        ("application/x-safetensors", False),
+        ("application/json;q=0", False),
+        ("application/json;q=0, */*", False),
+        ("application/*;q=0, */*", False),
+        ("*/*;q=0", False),
+        ("application/json;q=high", False),
+        ("application/json;q=7", False),
+        ("application/json;q=nan", False),
+        (";;,,", False),
+    ],
+)
+def test_json_is_acceptable_or_406(accept: str | None, acceptable: bool) -> None:
+    if acceptable:
+        resolve_options({}, accept)
+    else:
+        error = refusal({}, accept)
+        assert (error.status, error.code) == (406, "not_acceptable")
+
+
+def test_an_explicit_format_beats_the_accept_header() -> None:
+    assert resolve_options({"format": "json"}, "text/html") == DEFAULTS
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        (None, "first"),
+        ("*/*", "first"),
+        ("a/two", "second"),
+        ("a/one;q=0.5, a/two", "second"),
+        ("a/one, a/two", "first"),
+        ("a/*;q=0.2, a/two;q=0.9", "second"),
+        ("a/one;q=0, */*", "second"),
+        ("b/*", None),
+    ],
+)
+def test_negotiation_takes_the_highest_weight_then_the_first(
+    accept: str | None, expected: str | None
+) -> None:
+    assert negotiate(accept, {"a/one": "first", "a/two": "second"}) == expected
+
+
+def test_query_is_read_with_escapes_and_blanks() -> None:
+    assert read_query(b"") == {}
+    assert read_query(b"pooling") == {"pooling": ""}
+    assert read_query(b"pooling=no%6ee&normalize=&dtype=a+b") == {
+        "pooling": "none",
+        "normalize": "",
+        "dtype": "a b",
+    }
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        (b"poling=none", "poling"),
+        (b"Pooling=none", "Pooling"),
+        (b"images=x", "images"),
+        (b"pooling=mean&pooling=none", "pooling"),
+        (b"%ff=1", "\N{REPLACEMENT CHARACTER}"),
+        (b"x" * 5000 + b"=1", "x" * 64),
+    ],
+)
+def test_a_query_that_means_nothing_is_refused(query: bytes, param: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        read_query(query)
+    error = caught.value
+    assert (error.status, error.code, error.param) == (400, "invalid_option", param)
+    assert len(error.message) < 300
+
+
+@pytest.mark.parametrize(
+    ("sent", "counts", "fits"),
+    [
+        ({"pooling": "none"}, (1, MAX_JSON_FLOATS // 4), True),
+        ({"pooling": "none"}, (1, MAX_JSON_FLOATS // 4 + 1), False),
+        ({"pooling": "none", "deepstack": True}, (1, MAX_JSON_FLOATS // 16), True),
+        ({"pooling": "none", "deepstack": True}, (1, MAX_JSON_FLOATS // 16 + 1), False),
+        ({"pooling": "none", "encoding_format": "base64"}, (1, MAX_JSON_FLOATS), True),
+        ({"pooling": "mean"}, (2, MAX_JSON_FLOATS), True),
+        ({"pooling": "mean"}, (MAX_JSON_FLOATS // 4 + 1, MAX_JSON_FLOATS), False),
+    ],
+)
+def test_json_floats_have_a_limit(sent: dict[str, str | bool], counts: tuple[int, int], fits: bool) -> None:
+    options = resolve_options(sent, None)
+    num_images, num_tokens = counts
+
+    def check() -> None:
+        options.check_size(num_images=num_images, num_tokens=num_tokens, hidden_size=4, width=16)
+
+    if fits:
+        check()
+        return
+    with pytest.raises(ApiError, match="encoding_format=base64") as caught:
+        check()
+    assert (caught.value.status, caught.value.code) == (400, "response_too_large")

@@ -1,0 +1,273 @@
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.types import Message
+
+from models import BatchResult, EncodeItem, Patches, Preprocessor, VisionEncoder
+from service.context import RequestContext
+from service.errors import ApiError
+from service.pipeline import Pipeline
+from service.settings import Settings
+from tests.conftest import CONFIG, FakeEncoder, encode_image, known_embedding, only
+
+LEFT: Message = {"type": "http.disconnect"}
+
+
+class RecordingPreprocessor(Preprocessor):
+    """Says in which threads images were decoded."""
+
+    def __init__(self) -> None:
+        super().__init__(CONFIG)
+        self.threads: list[str] = []
+
+    def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+        self.threads.append(threading.current_thread().name)
+        return super().__call__(rgb)
+
+
+class Source:
+    """Where the pipeline gets embeddings from: encodes at once, in the calling thread."""
+
+    def __init__(self, preprocessor: Preprocessor | None = None) -> None:
+        fake = FakeEncoder()
+        fake.preprocessor = preprocessor or fake.preprocessor
+        self.encoder = cast(VisionEncoder, fake)
+        self.submitted: list[list[EncodeItem]] = []
+
+    def submit(self, items: Sequence[EncodeItem]) -> Future[BatchResult]:
+        self.submitted.append(list(items))
+        future: Future[BatchResult] = Future()
+        future.set_result(self.encoder.run(items))
+        return future
+
+
+class Exchange:
+    """One request as the pipeline sees it, and what became of it."""
+
+    def __init__(
+        self,
+        body: bytes,
+        content_type: str = "image/png",
+        *,
+        query: str = "",
+        headers: Sequence[tuple[str, str]] = (),
+        then: Sequence[Message] = (),
+    ) -> None:
+        self._messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}, *then]
+        self.context = RequestContext("test")
+        self.scope: dict[str, Any] = {
+            "type": "http",
+            "method": "POST",
+            "query_string": query.encode(),
+            "headers": [
+                (name.encode(), value.encode()) for name, value in (("content-type", content_type), *headers)
+            ],
+        }
+        self.context.attach(self.scope)
+
+    async def receive(self) -> Message:
+        if not self._messages:
+            await asyncio.Event().wait()  # the caller waits for the answer
+        return self._messages.pop(0)
+
+    def run(self, source: Source, settings: Settings) -> dict[str, Any]:
+        async def embed() -> bytes:
+            try:
+                return await pipeline.embed(Request(self.scope, self.receive))
+            finally:
+                await asyncio.sleep(0)
+                assert asyncio.all_tasks() == {asyncio.current_task()}, "the request left a task behind"
+
+        with ThreadPoolExecutor(2, thread_name_prefix="decode") as executor:
+            pipeline = Pipeline(settings, source, executor)
+            answer: dict[str, Any] = json.loads(asyncio.run(embed()))
+            return answer
+
+    def refusal(self, settings: Settings, source: Source | None = None) -> ApiError:
+        with pytest.raises(ApiError) as caught:
+            self.run(source or Source(), settings)
+        return caught.value
+
+
+def json_exchange(*images: bytes, **members: str | bool) -> Exchange:
+    body = {"images": [base64.b64encode(image).decode() for image in images], **members}
+    return Exchange(json.dumps(body).encode(), "application/json")
+
+
+def test_one_image_from_bytes_to_answer(settings: Settings) -> None:
+    source = Source()
+    image = encode_image(height=64, width=96)
+    exchange = Exchange(image, query="normalize=false")
+    body = exchange.run(source, settings)
+    [[item]] = source.submitted
+    [entry] = body["data"]
+    assert entry["embedding"] == pytest.approx(known_embedding(item.patches, item.output).tolist())
+    assert (entry["width"], entry["height"]) == (96, 64)
+    assert (entry["grid_thw"], entry["num_tokens"]) == ([1, 4, 6], 6)
+    assert entry["sha256"] == hashlib.sha256(image).hexdigest()
+    assert (body["model"], body["fingerprint"], body["revision"]) == ("demo", "f" * 64, "abc123")
+    assert set(exchange.context.stages_s) == {"read", "decode", "queue", "encode", "serialize"}
+    assert min(exchange.context.stages_s.values()) >= 0
+
+
+def test_several_images_are_one_batch_in_order(settings: Settings) -> None:
+    source = Source()
+    images = [encode_image(32 * n, 32, seed=n) for n in (3, 1, 2)]
+    body = json_exchange(*images).run(source, settings)
+    assert [entry["index"] for entry in body["data"]] == [0, 1, 2]
+    assert [entry["sha256"] for entry in body["data"]] == [hashlib.sha256(i).hexdigest() for i in images]
+    assert [entry["num_tokens"] for entry in body["data"]] == [3, 1, 2]
+    assert body["usage"] == {"num_images": 3, "num_tokens": 6}
+    assert [item.patches.num_tokens for item in source.submitted[0]] == [3, 1, 2]
+    assert len(source.submitted) == 1
+
+
+def test_a_large_answer_is_written_like_a_small_one(settings: Settings) -> None:
+    source = Source()
+    images = [encode_image(1024, 1024, seed=n) for n in range(3)]
+    body = json_exchange(*images, pooling="none", deepstack=True).run(source, settings)
+    numbers = [np.array(entry["embedding"], np.float32) for entry in body["data"]]
+    assert sum(array.size for array in numbers) > 32_768
+    for array, item in zip(numbers, source.submitted[0], strict=True):
+        assert np.array_equal(array, known_embedding(item.patches, item.output).numpy())
+
+
+@pytest.mark.parametrize("num_images", [1, 3])
+def test_images_are_decoded_off_the_event_loop(num_images: int, settings: Settings) -> None:
+    preprocessor = RecordingPreprocessor()
+    json_exchange(*[encode_image()] * num_images).run(Source(preprocessor), settings)
+    assert len(preprocessor.threads) == num_images
+    assert all(name.startswith("decode") for name in preprocessor.threads)
+
+
+def test_a_query_parameter_wins(settings: Settings) -> None:
+    exchange = json_exchange(encode_image(), pooling="none", normalize=False)
+    exchange.scope["query_string"] = b"pooling=mean"
+    source = Source()
+    exchange.run(source, settings)
+    output = source.submitted[0][0].output
+    assert (output.pooled, output.normalize) == (True, False)
+
+
+def test_a_bad_query_is_refused_before_the_body_is_read(settings: Settings) -> None:
+    exchange = Exchange(encode_image(), query="poling=none")
+    assert exchange.refusal(settings).param == "poling"
+    assert len(exchange._messages) == 1
+
+
+def test_headers_of_all_images_come_before_the_pixels_of_any(settings: Settings) -> None:
+    truncated = encode_image(64, 64)[:-200]
+    preprocessor = RecordingPreprocessor()
+    error = json_exchange(truncated, encode_image(), b"no image").refusal(settings, Source(preprocessor))
+    assert (error.status, error.code, error.param) == (400, "invalid_image", "images[2]")
+    assert preprocessor.threads == []
+
+
+@pytest.mark.parametrize("num_good", [0, 1, 4])
+def test_the_first_broken_image_is_named(num_good: int, settings: Settings) -> None:
+    truncated = encode_image(64, 64)[:-200]
+    source = Source()
+    error = json_exchange(*[encode_image()] * num_good, truncated, truncated).refusal(settings, source)
+    assert (error.status, error.code, error.param) == (400, "invalid_image", f"images[{num_good}]")
+    assert source.submitted == []
+
+
+def test_tokens_of_a_request_have_a_limit(settings: Settings) -> None:
+    small = only(settings, max_request_tokens=7)
+    four, three = encode_image(64, 64), encode_image(32, 96)
+    json_exchange(four, three).run(Source(), small)
+    error = json_exchange(four, four, three).refusal(small)
+    assert (error.status, error.code, error.param) == (413, "too_many_tokens", "images[1]")
+    assert "8 tokens" in error.message
+    assert "7" in error.message
+    assert Exchange(encode_image(64, 128)).refusal(small).param == "images[0]"
+
+
+def test_limits_of_one_image_name_it(settings: Settings) -> None:
+    error = json_exchange(encode_image(), encode_image(100, 100)).refusal(
+        only(settings, max_image_pixels=9999)
+    )
+    assert (error.status, error.code, error.param) == (413, "too_many_pixels", "images[1]")
+
+
+def test_too_thin_an_image_is_refused(settings: Settings) -> None:
+    error = json_exchange(encode_image(), encode_image(2, 402)).refusal(settings)
+    assert (error.status, error.code, error.param) == (400, "invalid_aspect_ratio", "images[1]")
+    assert "402 x 2" in error.message
+
+
+def test_too_many_json_floats_are_refused_before_pixels_are_decoded(settings: Settings) -> None:
+    preprocessor = RecordingPreprocessor()
+    source = Source(preprocessor)
+    source.encoder.hidden_size = 4_194_304
+    error = Exchange(encode_image(32, 64), query="pooling=none").refusal(settings, source)
+    assert (error.status, error.code) == (400, "response_too_large")
+    assert preprocessor.threads == []
+    json_exchange(encode_image(32, 64), pooling="none", encoding_format="base64").run(source, settings)
+
+
+def test_a_compressed_body_is_refused(settings: Settings) -> None:
+    error = Exchange(encode_image(), headers=[("content-encoding", "gzip")]).refusal(settings)
+    assert (error.status, error.code) == (415, "unsupported_content_type")
+    Exchange(encode_image(), headers=[("content-encoding", "identity")]).run(Source(), settings)
+
+
+def test_accept_may_come_in_several_lines(settings: Settings) -> None:
+    lines = [("accept", "text/html"), ("accept", "application/json;q=0.5")]
+    Exchange(encode_image(), headers=lines).run(Source(), settings)
+    assert Exchange(encode_image(), headers=lines[:1]).refusal(settings).status == 406
+
+
+def test_work_for_a_caller_who_left_is_not_submitted(settings: Settings) -> None:
+    source = Source()
+    with pytest.raises(ClientDisconnect):
+        Exchange(encode_image(), then=[LEFT]).run(source, settings)
+    assert source.submitted == []
+
+
+def test_a_caller_who_leaves_during_the_body_ends_the_request(settings: Settings) -> None:
+    exchange = Exchange(b"", then=[])
+    exchange._messages[:] = [{"type": "http.request", "body": b"half", "more_body": True}, LEFT]
+    with pytest.raises(ClientDisconnect):
+        exchange.run(Source(), settings)
+
+
+def test_answers_for_a_caller_who_left_are_not_written(settings: Settings) -> None:
+    class Leaving(Source):
+        """The caller leaves while the device works."""
+
+        def submit(self, items: Sequence[EncodeItem]) -> Future[BatchResult]:
+            exchange.leave()
+            return super().submit(items)
+
+    class LeavingExchange(Exchange):
+        def __init__(self, body: bytes) -> None:
+            super().__init__(body)
+            self.leave: Callable[[], None] = lambda: None
+
+        async def receive(self) -> Message:
+            if self._messages:
+                return self._messages.pop(0)
+            left = asyncio.Event()
+            self.leave = left.set
+            await left.wait()
+            return LEFT
+
+    exchange = LeavingExchange(encode_image())
+    with pytest.raises(ClientDisconnect):
+        exchange.run(Leaving(), settings)
+    assert "encode" in exchange.context.stages_s
+    assert "serialize" not in exchange.context.stages_s
