@@ -5,7 +5,7 @@ from models.encoder import VisionEncoder
 from models.errors import ModelError
 from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec
 from models.preprocess import AspectRatioError, Patches, PreprocessConfig, Preprocessor
-from models.replica import Replica
+from models.replica import Replica, ReplicaGroup
 
 __all__ = [
     "AspectRatioError",
@@ -20,5 +20,6 @@ __all__ = [
     "PreprocessConfig",
     "Preprocessor",
     "Replica",
+    "ReplicaGroup",
     "VisionEncoder",
 ]

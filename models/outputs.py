@@ -34,8 +34,9 @@ class EncodeItem:
 
 @dataclass(frozen=True)
 class BatchStats:
-    """What one batch cost, for the metrics."""
+    """What one batch cost on one device, for the metrics."""
 
+    device: str
     num_images: int
     num_tokens: int
     hits: int  # images run by graph replay
@@ -50,6 +51,6 @@ class BatchResult:
     """The embeddings of one batch, in its order, on the host."""
 
     embeddings: tuple[torch.Tensor, ...]  # each [hidden] if pooled, else [tokens, width]
-    stats: BatchStats
+    stats: tuple[BatchStats, ...]  # one of each device that took part
     started_at: float  # time.perf_counter() when the device thread took the batch up
     finished_at: float  # time.perf_counter() when the results were on the host

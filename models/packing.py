@@ -110,16 +110,19 @@ def plan(num_tokens: Sequence[int], budgets: Sequence[int], max_images: int) -> 
     return Plan(tuple(replays), oversize)
 
 
-def get_load_balance_assignment(sizes: Sequence[int], num_replicas: int) -> tuple[tuple[int, ...], ...]:
+def get_load_balance_assignment(
+    sizes: Sequence[int], num_replicas: int, loads: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], ...]:
     """Indices for each replica, so that the sums of their sizes are near each other; a share may be empty.
 
-    Largest first to the least loaded, as vLLM's function of this name does.
+    Largest first to the least loaded, as vLLM's function of this name does. `loads` is what each replica has
+    to do already.
     """
     shares: list[list[int]] = [[] for _ in range(num_replicas)]
-    loads = [(0, replica) for replica in range(num_replicas)]
-    heapify(loads)
+    heap = [(load, replica) for replica, load in enumerate(loads or [0] * num_replicas)]
+    heapify(heap)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        load, replica = loads[0]
+        load, replica = heap[0]
         shares[replica].append(index)
-        heapreplace(loads, (load + sizes[index], replica))
+        heapreplace(heap, (load + sizes[index], replica))
     return tuple(tuple(sorted(share)) for share in shares)

@@ -111,15 +111,19 @@ class RunningBatch:
         self._parts.clear()
         return BatchResult(
             tuple(embeddings[index] for index in range(self._num_images)),
-            BatchStats(
-                num_images=self._num_images,
-                num_tokens=self._num_tokens,
-                hits=self._counts.hits,
-                misses=dict(self._counts.misses),
-                replays=dict(self._counts.replays),
-                padding_tokens=self._counts.padding_tokens,
-                busy_s=self._computed.seconds_since(self._started),
-            ),
+            (self._stats(),),
             self._started_at,
             time.perf_counter(),
+        )
+
+    def _stats(self) -> BatchStats:
+        return BatchStats(
+            device=str(self._stream.device),
+            num_images=self._num_images,
+            num_tokens=self._num_tokens,
+            hits=self._counts.hits,
+            misses=dict(self._counts.misses),
+            replays=dict(self._counts.replays),
+            padding_tokens=self._counts.padding_tokens,
+            busy_s=self._computed.seconds_since(self._started),
         )

@@ -1,16 +1,24 @@
-"""A `VisionEncoder` with the one thread that owns its device: submit a batch, get a future.
+"""A `VisionEncoder` with the threads that own its device, and several of them as one.
 
-Loading, capturing and serving all happen in that thread, because inference mode, the current device and the
-current stream belong to a thread. Knows nothing of requests.
+Loading, capturing and launching happen in one thread, because inference mode, the current device and the
+current stream belong to a thread. A second thread waits for what was launched, so that the next batch is
+launched while one runs. Knows nothing of requests.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import torch
+
 from models.encoder import VisionEncoder
 from models.outputs import BatchResult, EncodeItem
+from models.packing import get_load_balance_assignment
+from models.readback import RunningBatch
+
+MAX_LAUNCHED = 2  # batches: one runs, one waits behind it on the device
 
 
 class Replica:
@@ -18,16 +26,135 @@ class Replica:
 
     def __init__(self, name: str, load: Callable[[], VisionEncoder]) -> None:
         self.name = name
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"replica-{name}")
-        self.ready: Future[VisionEncoder] = self._thread.submit(load)
+        self._launcher = ThreadPoolExecutor(1, thread_name_prefix=f"replica-{name}")
+        self._finisher = ThreadPoolExecutor(1, thread_name_prefix=f"results-{name}")
+        self._places = threading.Semaphore(MAX_LAUNCHED)
+        self.ready: Future[VisionEncoder] = self._launcher.submit(load)
 
     def submit(self, items: Sequence[EncodeItem]) -> Future[BatchResult]:
-        """Encodes the items behind all that was submitted before. Raises `RuntimeError` once closed."""
-        return self._thread.submit(self._run, items)
+        """Encodes the items behind all that was submitted before. Raises `RuntimeError` once closed.
 
-    def _run(self, items: Sequence[EncodeItem]) -> BatchResult:
-        return self.ready.result().run(items)
+        A future that is cancelled before its batch is launched leaves the batch out.
+        """
+        future: Future[BatchResult] = Future()
+        self._launcher.submit(self._launch, items, future)
+        return future
+
+    def _launch(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> None:
+        self._places.acquire()
+        running: RunningBatch | None = None
+        try:
+            if future.set_running_or_notify_cancel():
+                running = self.ready.result().launch(items)
+        except BaseException as error:
+            future.set_exception(error)
+        if running is None:
+            self._places.release()
+        else:
+            self._finisher.submit(self._finish, running, future)
+
+    def _finish(self, running: RunningBatch, future: Future[BatchResult]) -> None:
+        try:
+            result = running.wait()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        finally:
+            self._places.release()
 
     def close(self) -> None:
-        """Ends the thread once all that was submitted has finished."""
-        self._thread.shutdown(wait=True)
+        """Ends the threads once all that was submitted has finished."""
+        self._launcher.shutdown(wait=True)
+        self._finisher.shutdown(wait=True)
+
+
+class ReplicaGroup:
+    """Several devices that hold the same model. One call's images are shared out among them."""
+
+    def __init__(self, replicas: Sequence[Replica]) -> None:
+        assert replicas, "a group has at least one replica"
+        self.replicas = tuple(replicas)
+        self._lock = threading.Lock()
+        self._loads = [0] * len(replicas)  # input rows submitted to each replica and not finished
+
+    def submit(self, items: Sequence[EncodeItem]) -> Future[BatchResult]:
+        """Encodes the items where there is least to do. If a share fails, so does the call, after the others."""
+        sizes = [len(item.patches.pixels) for item in items]
+        with self._lock:
+            shares = get_load_balance_assignment(sizes, len(self.replicas), self._loads)
+            for replica, share in enumerate(shares):
+                self._loads[replica] += sum(sizes[index] for index in share)
+        gathering = _Gathering(len(items), num_shares=sum(map(bool, shares)))
+        for replica, share in enumerate(shares):
+            if share:
+                self._submit_share(replica, share, items, sizes, gathering)
+        return gathering.future
+
+    def _submit_share(
+        self,
+        replica: int,
+        share: tuple[int, ...],
+        items: Sequence[EncodeItem],
+        sizes: Sequence[int],
+        gathering: _Gathering,
+    ) -> None:
+        def done(part: Future[BatchResult]) -> None:
+            with self._lock:
+                self._loads[replica] -= sum(sizes[index] for index in share)
+            gathering.take(share, part)
+
+        try:
+            part = self.replicas[replica].submit([items[index] for index in share])
+        except RuntimeError as error:  # it is closed
+            part = Future()
+            part.set_exception(error)
+        part.add_done_callback(done)
+
+    def close(self) -> None:
+        """Ends every replica once what was submitted has finished."""
+        for replica in self.replicas:
+            replica.close()
+
+
+class _Gathering:
+    """The shares of one call on their way back."""
+
+    def __init__(self, num_items: int, num_shares: int) -> None:
+        self.future: Future[BatchResult] = Future()
+        self.future.set_running_or_notify_cancel()
+        self._lock = threading.Lock()
+        self._missing = num_shares
+        self._embeddings: list[torch.Tensor | None] = [None] * num_items
+        self._parts: list[BatchResult] = []
+        self._error: BaseException | None = None
+
+    def take(self, share: Sequence[int], part: Future[BatchResult]) -> None:
+        with self._lock:
+            self._missing -= 1
+            error = part.exception()
+            if error is not None:
+                self._error = self._error or error
+            else:
+                result = part.result()
+                self._parts.append(result)
+                for index, embedding in zip(share, result.embeddings, strict=True):
+                    self._embeddings[index] = embedding
+            last = self._missing == 0
+        if last:
+            self._end()
+
+    def _end(self) -> None:
+        if self._error is not None:
+            self.future.set_exception(self._error)
+            return
+        embeddings = tuple(embedding for embedding in self._embeddings if embedding is not None)
+        assert len(embeddings) == len(self._embeddings), "every share has come back"
+        self.future.set_result(
+            BatchResult(
+                embeddings,
+                tuple(stats for part in self._parts for stats in part.stats),
+                min(part.started_at for part in self._parts),
+                max(part.finished_at for part in self._parts),
+            )
+        )
