@@ -1,8 +1,9 @@
 """The encoder and what goes around it. Knows tensors and nothing of requests."""
 
 from models.cudagraph import CudaGraphSettings, EncoderCudaGraphManager
+from models.devices import replica_devices
 from models.encoder import VisionEncoder
-from models.errors import ModelError
+from models.errors import DeviceError, ModelError
 from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec
 from models.preprocess import AspectRatioError, Patches, PreprocessConfig, Preprocessor
 from models.replica import Replica, ReplicaGroup
@@ -12,6 +13,7 @@ __all__ = [
     "BatchResult",
     "BatchStats",
     "CudaGraphSettings",
+    "DeviceError",
     "EncodeItem",
     "EncoderCudaGraphManager",
     "ModelError",
@@ -22,4 +24,5 @@ __all__ = [
     "Replica",
     "ReplicaGroup",
     "VisionEncoder",
+    "replica_devices",
 ]

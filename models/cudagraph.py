@@ -29,11 +29,12 @@ _IMAGES_BETWEEN_LOGS = 100_000
 
 @dataclass(frozen=True)
 class CudaGraphSettings:
-    """How budgets are chosen."""
+    """How budgets are chosen, and whether all may run eagerly where the attention backend allows no graph."""
 
     token_budgets: tuple[int, ...] = ()  # empty: inferred from the model's range
     budget_steps: int = 8  # inferred budgets per octave; 1 gives powers of two
     max_images_per_batch: int = 0  # 0: inferred
+    required: bool = True  # False: run eagerly with a backend that no graph can hold
 
 
 class Graph(Protocol):

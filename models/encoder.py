@@ -18,6 +18,7 @@ from models.attention import select_attention
 from models.config import VisionConfig
 from models.cudagraph import CudaGraphSettings, EncoderCudaGraphManager
 from models.demo import DEMO, demo_checkpoint
+from models.devices import find_device
 from models.errors import ModelError
 from models.kernels import select_kernels
 from models.outputs import BatchResult, EncodeItem
@@ -55,7 +56,10 @@ class VisionEncoder:
         self.dtype = dtype or _automatic_dtype(checkpoint, device)
         backend = select_attention(attn_backend, device, self.dtype, vision.head_dim)
         if cuda_graphs is not None and device.type == "cuda" and not backend.in_graphs:
-            raise ModelError(f"a CUDA graph cannot hold attention backend {backend.name}")
+            if cuda_graphs.required:
+                raise ModelError(f"a CUDA graph cannot hold attention backend {backend.name}")
+            logger.info("no CUDA graphs: they cannot hold attention backend %s", backend.name)
+            cuda_graphs = None
         self.attn_backend = backend.name
         self.revision = checkpoint.revision
         self.preprocessor = Preprocessor(checkpoint.preprocess)
@@ -94,7 +98,7 @@ class VisionEncoder:
         limits replace the checkpoint's. Without `cuda_graphs` all runs eagerly. Raises `ModelError`, in one
         clear line, for all that cannot be used.
         """
-        where = _device(device)
+        where = find_device(device)
         started = time.perf_counter()
         checkpoint = demo_checkpoint() if model == DEMO else open_checkpoint(model, revision)
         checkpoint = _with_limits(checkpoint, min_pixels, max_pixels)
@@ -197,23 +201,6 @@ def _automatic_dtype(checkpoint: Checkpoint, device: torch.device) -> torch.dtyp
         return torch.float32
     stored = checkpoint.tensors.get(PATCH_BIAS).dtype
     return torch.float16 if stored == torch.float16 else torch.bfloat16
-
-
-def _device(device: str | torch.device) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        where = torch.device(device)
-    except RuntimeError:
-        raise ModelError(f"device {device!r} is not one of auto, cpu, cuda, cuda:N") from None
-    if where.type == "cpu":
-        return where
-    if where.type != "cuda":
-        raise ModelError(f"device {device!r} is not one of auto, cpu, cuda, cuda:N")
-    count = torch.cuda.device_count()
-    if (where.index or 0) >= count:
-        raise ModelError(f"device {device!r} is not here: this process sees {count} CUDA devices")
-    return torch.device("cuda", where.index or 0)
 
 
 def _with_limits(checkpoint: Checkpoint, min_pixels: int | None, max_pixels: int | None) -> Checkpoint:

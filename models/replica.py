@@ -10,10 +10,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 
 import torch
 
 from models.encoder import VisionEncoder
+from models.errors import DeviceError
 from models.outputs import BatchResult, EncodeItem
 from models.packing import get_load_balance_assignment
 from models.readback import RunningBatch
@@ -22,7 +25,10 @@ MAX_LAUNCHED = 2  # batches: one runs, one waits behind it on the device
 
 
 class Replica:
-    """One device. Batches run one after the other, in the order in which they were submitted."""
+    """One device. Batches run one after the other, in the order in which they were submitted.
+
+    A fault of the device itself ends a batch with `DeviceError`. Statistics carry the replica's name.
+    """
 
     def __init__(self, name: str, load: Callable[[], VisionEncoder]) -> None:
         self.name = name
@@ -47,7 +53,7 @@ class Replica:
             if future.set_running_or_notify_cancel():
                 running = self.ready.result().launch(items)
         except BaseException as error:
-            future.set_exception(error)
+            future.set_exception(self._blamed(error))
         if running is None:
             self._places.release()
         else:
@@ -57,11 +63,15 @@ class Replica:
         try:
             result = running.wait()
         except BaseException as error:
-            future.set_exception(error)
+            future.set_exception(self._blamed(error))
         else:
-            future.set_result(result)
+            stats = tuple(replace(stats, device=self.name) for stats in result.stats)
+            future.set_result(replace(result, stats=stats))
         finally:
             self._places.release()
+
+    def _blamed(self, error: BaseException) -> BaseException:
+        return DeviceError(self.name, error) if isinstance(error, torch.AcceleratorError) else error
 
     def close(self) -> None:
         """Ends the threads once all that was submitted has finished."""
@@ -77,39 +87,55 @@ class ReplicaGroup:
         self.replicas = tuple(replicas)
         self._lock = threading.Lock()
         self._loads = [0] * len(replicas)  # input rows submitted to each replica and not finished
+        self._lost: set[int] = set()  # replicas whose device failed
 
     def submit(self, items: Sequence[EncodeItem]) -> Future[BatchResult]:
-        """Encodes the items where there is least to do. If a share fails, so does the call, after the others."""
+        """Encodes the items where least is to be done. If a share fails, the call fails, after the others.
+
+        A call that one replica takes can be cancelled until it is launched; one that was shared out cannot.
+        """
         sizes = [len(item.patches.pixels) for item in items]
-        with self._lock:
-            shares = get_load_balance_assignment(sizes, len(self.replicas), self._loads)
-            for replica, share in enumerate(shares):
-                self._loads[replica] += sum(sizes[index] for index in share)
-        gathering = _Gathering(len(items), num_shares=sum(map(bool, shares)))
-        for replica, share in enumerate(shares):
-            if share:
-                self._submit_share(replica, share, items, sizes, gathering)
+        parts = [
+            (share, self._submit_share(replica, [items[index] for index in share], load))
+            for replica, share, load in self._assign(sizes)
+        ]
+        if len(parts) == 1:
+            return parts[0][1]
+        gathering = _Gathering(len(items), len(parts))
+        for share, part in parts:
+            part.add_done_callback(partial(gathering.take, share))
         return gathering.future
 
-    def _submit_share(
-        self,
-        replica: int,
-        share: tuple[int, ...],
-        items: Sequence[EncodeItem],
-        sizes: Sequence[int],
-        gathering: _Gathering,
-    ) -> None:
-        def done(part: Future[BatchResult]) -> None:
-            with self._lock:
-                self._loads[replica] -= sum(sizes[index] for index in share)
-            gathering.take(share, part)
+    def _assign(self, sizes: Sequence[int]) -> list[tuple[int, tuple[int, ...], int]]:
+        """Who takes what, as replica, indices and rows. A lost device gets nothing while another is left."""
+        with self._lock:
+            everyone = range(len(self.replicas))
+            able = [replica for replica in everyone if replica not in self._lost] or [*everyone]
+            loads = [self._loads[replica] for replica in able]
+            shares = get_load_balance_assignment(sizes, len(able), loads)
+            taken = [
+                (replica, share, sum(sizes[index] for index in share))
+                for replica, share in zip(able, shares, strict=True)
+                if share
+            ]
+            for replica, _, load in taken:
+                self._loads[replica] += load
+            return taken or [(able[0], (), 0)]
 
+    def _submit_share(self, replica: int, items: Sequence[EncodeItem], load: int) -> Future[BatchResult]:
         try:
-            part = self.replicas[replica].submit([items[index] for index in share])
+            part = self.replicas[replica].submit(items)
         except RuntimeError as error:  # it is closed
             part = Future()
             part.set_exception(error)
-        part.add_done_callback(done)
+        part.add_done_callback(partial(self._ended, replica, load))
+        return part
+
+    def _ended(self, replica: int, load: int, part: Future[BatchResult]) -> None:
+        with self._lock:
+            self._loads[replica] -= load
+            if not part.cancelled() and isinstance(part.exception(), DeviceError):
+                self._lost.add(replica)
 
     def close(self) -> None:
         """Ends every replica once what was submitted has finished."""
@@ -134,7 +160,8 @@ class _Gathering:
             self._missing -= 1
             error = part.exception()
             if error is not None:
-                self._error = self._error or error
+                if self._error is None or isinstance(error, DeviceError):  # the one that matters to others
+                    self._error = error
             else:
                 result = part.result()
                 self._parts.append(result)

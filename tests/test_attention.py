@@ -20,7 +20,7 @@ def packed(lengths: tuple[int, ...], heads: int = 4, head_dim: int = 72) -> tupl
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(sum(lengths), 3, heads, head_dim, generator=generator)
     ends = torch.tensor(lengths).cumsum(0)
-    return qkv, Sequences(torch.cat([torch.zeros(1), ends]).int(), lengths)
+    return qkv, Sequences(torch.cat([torch.zeros(1), ends]).int(), max(lengths))
 
 
 @pytest.mark.parametrize("lengths", [(5,), (1, 1, 1), (64, 3, 200), (17, 129)])
@@ -32,6 +32,16 @@ def test_sdpa_equals_the_formula_on_strided_input(lengths: tuple[int, ...]) -> N
     assert relative_error(out, reference_attention(*qkv.unbind(1), sequences)) < 1e-6
 
 
+def test_rows_behind_the_last_sequence_and_empty_sequences_are_left_out() -> None:
+    qkv, exact = packed((5, 9))
+    padded = torch.cat([qkv, torch.full((3, *qkv.shape[1:]), torch.nan)])
+    slots = Sequences(torch.tensor([0, 5, 14, 14, 14], dtype=torch.int32), 17)
+    for attention in (sdpa_attention, reference_attention):
+        out = attention(*padded.unbind(1), slots)
+        assert torch.equal(out[:14], attention(*qkv.unbind(1), exact))
+        assert torch.equal(out[14:], torch.zeros_like(out[14:]))
+
+
 def test_the_reference_is_softmax_attention() -> None:
     qkv, sequences = packed((3, 2), heads=1, head_dim=4)
     q, k, v = (x[:3, 0].double() for x in qkv.unbind(1))
@@ -41,14 +51,16 @@ def test_the_reference_is_softmax_attention() -> None:
 
 
 def test_auto_takes_what_serves_the_device() -> None:
-    assert select_attention("auto", CPU, torch.float32, 72) == ("TORCH_SDPA", sdpa_attention)
+    backend = select_attention("auto", CPU, torch.float32, 72)
+    assert (backend.name, backend.attention, backend.in_graphs) == ("TORCH_SDPA", sdpa_attention, False)
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("FLASH_ATTN", "FLASH_ATTN needs a CUDA device, not cpu"),
-        ("XFORMERS", "'XFORMERS' is not one of auto, FLASH_ATTN, TORCH_SDPA"),
+        ("FLASH_ATTN_4", "FLASH_ATTN_4 needs a CUDA device, not cpu"),
+        ("XFORMERS", "'XFORMERS' is not one of auto, FLASH_ATTN_4, FLASH_ATTN, TORCH_SDPA"),
     ],
 )
 def test_a_backend_that_cannot_serve_is_an_error(name: str, message: str) -> None:
@@ -57,4 +69,4 @@ def test_a_backend_that_cannot_serve_is_an_error(name: str, message: str) -> Non
 
 
 def test_backends_are_the_documented_ones() -> None:
-    assert BACKENDS == ("FLASH_ATTN", "TORCH_SDPA")
+    assert BACKENDS == ("FLASH_ATTN_4", "FLASH_ATTN", "TORCH_SDPA")

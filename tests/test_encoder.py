@@ -67,9 +67,18 @@ def test_a_pooled_vector_keeps_its_length_without_normalize(demo: VisionEncoder)
 
 def test_stats_count_images_and_tokens(demo: VisionEncoder) -> None:
     result = demo.run([EncodeItem(p, OutputSpec()) for p in images(demo)])
-    assert (result.stats.num_images, result.stats.num_tokens) == (3, 64 + 144 + 300)
-    assert (result.stats.hits, dict(result.stats.misses)) == (0, {"disabled": 3})
-    assert 0 < result.stats.busy_s <= result.finished_at - result.started_at
+    [stats] = result.stats
+    assert (stats.device, stats.num_images, stats.num_tokens) == ("cpu", 3, 64 + 144 + 300)
+    assert (stats.hits, stats.misses, stats.replays) == (0, {"disabled": 3}, {})
+    assert stats.padding_tokens == 0
+    assert 0 < stats.busy_s <= result.finished_at - result.started_at
+
+
+def test_what_was_launched_is_there_once_waited_for(demo: VisionEncoder) -> None:
+    patches = images(demo)
+    running = [demo.launch([EncodeItem(image, OutputSpec())]) for image in patches]
+    for batch, tokens in zip(running, demo.encode(patches), strict=True):
+        assert relative_error(batch.wait().embeddings[0], tokens) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -100,10 +109,9 @@ def test_pixel_limits_replace_the_checkpoints() -> None:
         VisionEncoder.from_pretrained("demo", device="cpu", min_pixels=2_000_000)
 
 
-@pytest.mark.parametrize("device", ["tpu", "cuda:99", "mps", "cpu:x"])
-def test_a_device_that_is_not_here_is_an_error(device: str) -> None:
-    with pytest.raises(ModelError, match=f"device '{device}' is not"):
-        VisionEncoder.from_pretrained("demo", device=device)
+def test_a_device_that_is_not_here_is_an_error() -> None:
+    with pytest.raises(ModelError, match="device 'cuda:99' is not here"):
+        VisionEncoder.from_pretrained("demo", device="cuda:99")
 
 
 def test_what_follows_from_the_checkpoint(tmp_path: Path) -> None:

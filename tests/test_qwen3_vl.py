@@ -9,8 +9,9 @@ import torch
 from models import Patches, VisionEncoder
 from models.attention import reference_attention
 from models.config import VisionConfig
+from models.kernels import PIXEL_CENTER, PlainKernels
 from models.positions import interpolated_position_embedding, patch_coordinates, rotary_embedding
-from models.qwen3_vl import PIXEL_CENTER, VisionTransformer, fold_patch_embedding
+from models.qwen3_vl import VisionTransformer, fold_patch_embedding
 from tests.checkpoints import (
     MODEL_TYPES,
     PROCESSOR,
@@ -189,11 +190,16 @@ def test_deepstack_columns_come_from_their_blocks() -> None:
         rope_theta=10000.0, deepstack_visual_indexes=(0, 2),
     )  # fmt: skip
     torch.manual_seed(0)
-    model = VisionTransformer(config, reference_attention).requires_grad_(False)
+    model = VisionTransformer(config, reference_attention, PlainKernels()).requires_grad_(False)
     pixels = torch.randint(0, 256, (16, 768), dtype=torch.uint8)
-    before = model(pixels, torch.tensor([[4, 4]]), (16,))
-    assert before.shape == (4, 24)
+
+    def levels() -> torch.Tensor:
+        out = torch.full((3, 4, 8), torch.nan)
+        model(pixels, torch.tensor([[4, 4]], dtype=torch.int32), out, max_length=16, padded=False)
+        return out
+
+    before = levels()
+    assert before.isfinite().all()
     model.blocks[1].mlp.linear_fc2.bias += 1.0  # type: ignore[operator]
-    after = model(pixels, torch.tensor([[4, 4]]), (16,))
-    changed = [not torch.equal(a, b) for a, b in zip(before.split(8, 1), after.split(8, 1), strict=True)]
+    changed = [not torch.equal(a, b) for a, b in zip(before, levels(), strict=True)]
     assert changed == [True, False, True]  # main, deepstack 0 (block 0), deepstack 1 (block 2)

@@ -1,72 +1,354 @@
+"""Replicas and groups of them, with an encoder whose batches end when the test says so."""
+
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
-from models import BatchResult, EncodeItem, ModelError, OutputSpec, Replica, VisionEncoder
+from models import (
+    BatchResult,
+    BatchStats,
+    DeviceError,
+    EncodeItem,
+    ModelError,
+    OutputSpec,
+    Patches,
+    Replica,
+    ReplicaGroup,
+    VisionEncoder,
+)
+from models.replica import MAX_LAUNCHED
+
+LOST = torch.AcceleratorError("illegal memory access")
 
 
-@pytest.fixture(scope="module")
-def demo() -> VisionEncoder:
-    return VisionEncoder.from_pretrained("demo", device="cpu")
+class Running:
+    """A batch on the device."""
+
+    def __init__(self, encoder: Encoder, items: Sequence[EncodeItem]) -> None:
+        self._encoder = encoder
+        self._items = items
+        self._started_at = time.perf_counter()
+
+    def wait(self) -> BatchResult:
+        encoder, items = self._encoder, self._items
+        encoder.finish_threads.append(threading.get_ident())
+        assert encoder.may_finish.wait(10), "the test never let the batch end"
+        encoder.num_running -= 1
+        if encoder.fail_wait is not None:
+            raise encoder.fail_wait
+        embeddings = tuple(torch.tensor([number_of(item)]) for item in items)
+        num_tokens = sum(item.patches.num_tokens for item in items)
+        stats = BatchStats("own name", len(items), num_tokens, len(items), {}, {64: 1}, 0, 0.1)
+        return BatchResult(embeddings, (stats,), self._started_at, time.perf_counter())
 
 
-def item(encoder: VisionEncoder) -> EncodeItem:
-    rgb = np.random.default_rng(0).integers(0, 256, (256, 256, 3), dtype=np.uint8)
-    return EncodeItem(encoder.preprocess(rgb), OutputSpec(pooled=True, deepstack=False))
+class Encoder:
+    """Answers each image with its number. Batches end once `may_finish` is set."""
+
+    def __init__(
+        self, *, fail_launch: BaseException | None = None, fail_wait: BaseException | None = None
+    ) -> None:
+        self.launches: list[list[float]] = []  # numbers of the images of each batch
+        self.launch_threads: list[int] = [threading.get_ident()]
+        self.finish_threads: list[int] = []
+        self.may_finish = threading.Event()
+        self.may_finish.set()
+        self.num_running = 0
+        self.most_running = 0
+        self.fail_launch = fail_launch
+        self.fail_wait = fail_wait
+
+    def launch(self, items: Sequence[EncodeItem]) -> Any:
+        self.launch_threads.append(threading.get_ident())
+        self.launches.append([number_of(item) for item in items])
+        if self.fail_launch is not None:
+            raise self.fail_launch
+        self.num_running += 1
+        self.most_running = max(self.most_running, self.num_running)
+        return Running(self, items)
 
 
-def test_loads_and_runs_in_one_thread(demo: VisionEncoder) -> None:
-    threads: list[int] = []
+def image(number: int, rows: int = 4) -> EncodeItem:
+    pixels = torch.full((rows, 1), number, dtype=torch.uint8)
+    return EncodeItem(Patches(pixels, (1, 2, rows // 2), rows // 4), OutputSpec())
 
-    class Recording(VisionEncoder):
-        def __init__(self) -> None:
-            threads.append(threading.get_ident())
 
-        def run(self, items: Sequence[EncodeItem]) -> BatchResult:
-            threads.append(threading.get_ident())
-            return demo.run(items)
+def number_of(item: EncodeItem) -> float:
+    return float(item.patches.pixels[0, 0])
 
-    replica = Replica("cpu", Recording)
-    for _ in range(3):
-        assert replica.submit([item(demo)]).result(10).embeddings[0].shape == (demo.hidden_size,)
+
+def numbers(result: BatchResult) -> list[float]:
+    return [float(embedding) for embedding in result.embeddings]
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "never came true"
+        time.sleep(0.002)
+
+
+Make = Callable[..., Replica]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes replicas of encoders, and lets them end."""
+    made: list[tuple[Replica, Encoder]] = []
+
+    def make_replica(encoder: Encoder, name: str = "cpu") -> Replica:
+        made.append((Replica(name, lambda: encoder), encoder))  # type: ignore[arg-type,return-value]
+        return made[-1][0]
+
+    yield make_replica
+    for replica, encoder in made:
+        encoder.may_finish.set()
+        replica.close()
+
+
+@pytest.fixture
+def group_of(make: Make) -> Callable[..., ReplicaGroup]:
+    def make_group(*encoders: Encoder) -> ReplicaGroup:
+        return ReplicaGroup([make(encoder, f"cpu:{index}") for index, encoder in enumerate(encoders)])
+
+    return make_group
+
+
+GroupOf = Callable[..., ReplicaGroup]
+
+
+def test_loads_and_launches_in_one_thread_and_waits_in_another() -> None:
+    made: list[Encoder] = []
+
+    def load() -> VisionEncoder:
+        made.append(Encoder())
+        return made[0]  # type: ignore[return-value]
+
+    replica = Replica("cpu", load)
+    for number in range(3):
+        assert numbers(replica.submit([image(number)]).result(10)) == [number]
     replica.close()
-    assert len(threads) == 4
-    assert set(threads) != {threading.get_ident()}
-    assert len(set(threads)) == 1
+    [encoder] = made
+    assert (len(encoder.launch_threads), len(encoder.finish_threads)) == (4, 3)
+    threads = {*encoder.launch_threads}, {*encoder.finish_threads}
+    assert [len(names) for names in threads] == [1, 1]
+    assert len({threading.get_ident()}.union(*threads)) == 3
 
 
-def test_a_failed_load_is_the_error_of_ready_and_of_every_batch(demo: VisionEncoder) -> None:
+def test_statistics_carry_the_replicas_name(make: Make) -> None:
+    [stats] = make(Encoder(), "cpu:7").submit([image(0)]).result(10).stats
+    assert (stats.device, stats.hits) == ("cpu:7", 1)
+
+
+def test_a_batch_is_launched_while_another_runs_and_no_more(make: Make) -> None:
+    encoder = Encoder()
+    encoder.may_finish.clear()
+    replica = make(encoder)
+    futures = [replica.submit([image(number)]) for number in range(5)]
+    eventually(lambda: len(encoder.launches) == MAX_LAUNCHED)
+    time.sleep(0.05)
+    assert len(encoder.launches) == MAX_LAUNCHED
+    encoder.may_finish.set()
+    assert [numbers(future.result(10)) for future in futures] == [[0], [1], [2], [3], [4]]
+    assert encoder.launches == [[0], [1], [2], [3], [4]]
+    assert encoder.most_running == MAX_LAUNCHED
+
+
+def test_a_cancelled_batch_is_left_out(make: Make) -> None:
+    encoder = Encoder()
+    encoder.may_finish.clear()
+    replica = make(encoder)
+    launched = [replica.submit([image(number)]) for number in range(MAX_LAUNCHED)]
+    eventually(lambda: len(encoder.launches) == MAX_LAUNCHED)
+    left, last = replica.submit([image(8)]), replica.submit([image(9)])
+    assert not launched[0].cancel()
+    assert left.cancel()
+    encoder.may_finish.set()
+    assert numbers(last.result(10)) == [9]
+    assert encoder.launches == [[0], [1], [9]]
+
+
+def test_a_failed_load_is_the_error_of_ready_and_of_every_batch() -> None:
     def load() -> VisionEncoder:
         raise ModelError("no such model")
 
     replica = Replica("cpu", load)
-    batch = replica.submit([item(demo)])
-    for future in (replica.ready, batch):
+    batches = [replica.submit([image(0)]) for _ in range(MAX_LAUNCHED + 1)]
+    for future in (replica.ready, *batches):
         with pytest.raises(ModelError, match="no such model"):
             future.result(10)
     replica.close()
 
 
-def test_an_error_in_one_batch_leaves_the_next_alone(demo: VisionEncoder) -> None:
-    replica = Replica("cpu", lambda: demo)
-    good = item(demo)
-    patches = type(good.patches)(good.patches.pixels[:7], good.patches.grid_thw, good.patches.num_tokens)
-    failed = replica.submit([EncodeItem(patches, good.output)])
-    served = replica.submit([good])
-    with pytest.raises(ValueError, match="which their grid says"):
-        failed.result(10)
-    assert served.result(10).stats.num_images == 1
-    replica.close()
+@pytest.mark.parametrize("step", ["fail_launch", "fail_wait"])
+def test_an_error_in_one_batch_leaves_the_next_alone(step: str, make: Make) -> None:
+    encoder = Encoder()
+    replica = make(encoder)
+    setattr(encoder, step, ValueError("odd grid"))
+    failed = [replica.submit([image(0)]) for _ in range(MAX_LAUNCHED + 1)]
+    for future in failed:
+        with pytest.raises(ValueError, match="odd grid"):
+            future.result(10)
+    setattr(encoder, step, None)
+    assert numbers(replica.submit([image(1)]).result(10)) == [1]
 
 
-def test_close_waits_for_what_was_submitted_and_takes_no_more(demo: VisionEncoder) -> None:
-    replica = Replica("cpu", lambda: demo)
-    futures = [replica.submit([item(demo)]) for _ in range(5)]
+@pytest.mark.parametrize("step", ["fail_launch", "fail_wait"])
+def test_a_fault_of_the_device_names_it(step: str, make: Make) -> None:
+    encoder = Encoder(**{step: LOST})
+    error = make(encoder, "cuda:3").submit([image(0)]).exception(10)
+    assert isinstance(error, DeviceError)
+    assert (error.device, error.__cause__) == ("cuda:3", LOST)
+    assert str(error) == "device cuda:3 is lost: illegal memory access"
+
+
+def test_close_waits_for_what_was_submitted_and_takes_no_more() -> None:
+    replica = Replica("cpu", Encoder)  # type: ignore[arg-type]
+    futures = [replica.submit([image(number)]) for number in range(5)]
     replica.close()
     assert all(future.done() for future in futures)
     with pytest.raises(RuntimeError):
-        replica.submit([item(demo)])
+        replica.submit([image(0)])
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 8])
+def test_a_call_is_shared_out_and_comes_back_in_order(num_replicas: int, group_of: GroupOf) -> None:
+    encoders = [Encoder() for _ in range(num_replicas)]
+    group = group_of(*encoders)
+    items = [image(number, rows=4 * (1 + number * 7 % 5)) for number in range(6)]
+    result = group.submit(items).result(10)
+    assert numbers(result) == [0, 1, 2, 3, 4, 5]
+    busy = min(num_replicas, len(items))
+    assert [len(encoder.launches) for encoder in encoders] == [1] * busy + [0] * (num_replicas - busy)
+    assert sorted(number for e in encoders for batch in e.launches for number in batch) == [0, 1, 2, 3, 4, 5]
+    assert sorted(stats.device for stats in result.stats) == [f"cpu:{index}" for index in range(busy)]
+    assert sum(stats.num_images for stats in result.stats) == 6
+    assert result.started_at <= result.finished_at
+
+
+def test_shares_are_balanced_by_size(group_of: GroupOf) -> None:
+    encoders = [Encoder(), Encoder()]
+    items = [image(0, 40), image(1, 4), image(2, 4), image(3, 4), image(4, 20)]
+    assert numbers(group_of(*encoders).submit(items).result(10)) == [0, 1, 2, 3, 4]
+    assert sorted(encoder.launches for encoder in encoders) == [[[0]], [[1, 2, 3, 4]]]
+
+
+def test_calls_go_where_least_is_to_be_done(group_of: GroupOf) -> None:
+    encoders = [Encoder(), Encoder()]
+    for encoder in encoders:
+        encoder.may_finish.clear()
+    group = group_of(*encoders)
+    large = group.submit([image(0, 40)])
+    small = [group.submit([image(number, 12)]) for number in (1, 2, 3)]
+    eventually(lambda: encoders[1].launches == [[1], [2]])
+    for encoder in encoders:
+        encoder.may_finish.set()
+    for future in (large, *small):
+        future.result(10)
+    assert encoders[0].launches == [[0]]
+    assert encoders[1].launches == [[1], [2], [3]]
+    eventually(lambda: not any(group._loads))
+    group.submit([image(4)]).result(10)
+    assert encoders[0].launches == [[0], [4]]
+
+
+def test_no_images_are_no_work_to_wait_for(group_of: GroupOf) -> None:
+    assert group_of(Encoder(), Encoder()).submit([]).result(10).embeddings == ()
+
+
+@pytest.mark.parametrize("error", [ValueError("odd grid"), LOST])
+def test_a_call_with_a_failed_share_fails_after_the_others(error: Exception, group_of: GroupOf) -> None:
+    slow = Encoder()
+    slow.may_finish.clear()
+    broken = Encoder(fail_wait=error)
+    future = group_of(slow, broken).submit([image(0), image(1)])
+    eventually(lambda: len(broken.finish_threads) == 1)
+    time.sleep(0.02)
+    assert not future.done()
+    slow.may_finish.set()
+    raised = future.exception(10)
+    assert raised is error if isinstance(error, ValueError) else raised.__cause__ is error  # type: ignore[union-attr]
+
+
+def test_the_loss_of_a_device_is_told_before_other_errors(group_of: GroupOf) -> None:
+    for encoders in (
+        [Encoder(fail_wait=LOST), Encoder(fail_wait=ValueError("odd grid"))],
+        [Encoder(fail_wait=ValueError("odd grid")), Encoder(fail_wait=LOST)],
+    ):
+        with pytest.raises(DeviceError):
+            group_of(*encoders).submit([image(0), image(1)]).result(10)
+
+
+def test_a_lost_device_gets_nothing_more_while_another_is_left(group_of: GroupOf) -> None:
+    lost, healthy = Encoder(fail_wait=LOST), Encoder()
+    group = group_of(lost, healthy)
+    with pytest.raises(DeviceError):
+        group.submit([image(0)]).result(10)
+    for _ in range(3):
+        assert numbers(group.submit([image(1), image(2)]).result(10)) == [1, 2]
+    assert lost.launches == [[0]]
+
+
+def test_calls_end_with_an_error_when_every_device_is_lost(group_of: GroupOf) -> None:
+    group = group_of(Encoder(fail_wait=LOST), Encoder(fail_wait=LOST))
+    for _ in range(4):
+        with pytest.raises(DeviceError):
+            group.submit([image(0), image(1)]).result(10)
+
+
+def test_an_error_that_is_not_the_devices_keeps_it_in_service(group_of: GroupOf) -> None:
+    odd = Encoder(fail_wait=ValueError("odd grid"))
+    group = group_of(odd, Encoder())
+    with pytest.raises(ValueError, match="odd grid"):
+        group.submit([image(0)]).result(10)
+    odd.fail_wait = None
+    assert numbers(group.submit([image(1), image(2)]).result(10)) == [1, 2]
+    assert len(odd.launches) == 2
+
+
+def test_a_call_that_one_replica_takes_can_be_cancelled(group_of: GroupOf) -> None:
+    encoder = Encoder()
+    encoder.may_finish.clear()
+    group = group_of(encoder)
+    waiting = [group.submit([image(number)]) for number in range(MAX_LAUNCHED)]
+    left = group.submit([image(9), image(9)])
+    assert left.cancel()
+    encoder.may_finish.set()
+    for future in waiting:
+        future.result(10)
+    eventually(lambda: group._loads == [0])
+    assert encoder.launches == [[0], [1]]
+
+
+def test_a_closed_replica_fails_its_share(group_of: GroupOf) -> None:
+    group = group_of(Encoder(), Encoder())
+    group.replicas[1].close()
+    both: Future[BatchResult] = group.submit([image(0), image(1)])
+    with pytest.raises(RuntimeError):
+        both.result(10)
+    group.close()
+    with pytest.raises(RuntimeError):
+        group.submit([image(0)]).result(10)
+
+
+def test_the_encoder_itself_runs_in_a_group() -> None:
+    demo = VisionEncoder.from_pretrained("demo", device="cpu")
+    group = ReplicaGroup([Replica(name, lambda: demo) for name in ("cpu:0", "cpu:1")])
+    patches = [
+        demo.preprocess(torch.full((256, 256 + 64 * n, 3), 50 * n, dtype=torch.uint8).numpy())
+        for n in range(3)
+    ]
+    result = group.submit([EncodeItem(x, OutputSpec()) for x in patches]).result(60)
+    group.close()
+    for ours, theirs in zip(result.embeddings, demo.encode(patches), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-4)
+    assert [stats.misses for stats in result.stats] == [
+        {"disabled": stats.num_images} for stats in result.stats
+    ]
