@@ -22,8 +22,9 @@ import uvicorn
 from PIL import Image
 
 from service.app import create_app, find_version
+from service.arguments import SettingsError, parse_settings
 from service.engine import Engine, State
-from service.settings import Settings, SettingsError, parse_settings
+from service.settings import Settings
 
 logger = logging.getLogger("service.__main__")  # __name__ is another one under `python -m`
 

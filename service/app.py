@@ -1,6 +1,6 @@
 """`create_app`: the parts put together, and the life of the app from start to end.
 
-The port may be open before the model is loaded: starting only starts the replica's thread.
+The port may be open before the model is loaded: starting only starts the replicas' threads.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
-import torch
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
-from models import Replica, VisionEncoder
+from models import ReplicaGroup
 from service.engine import Engine
 from service.metrics import Metrics
 from service.middleware import RequestMiddleware, raise_api_error
 from service.pipeline import Pipeline
+from service.replicas import load_replicas
 from service.routes import docs, embed, info, metrics, probes
 from service.routes.route import RawRoute
 from service.settings import Settings
@@ -42,18 +42,18 @@ def create_app(
     settings: Settings,
     *,
     registry: CollectorRegistry | None = None,
-    start_replica: Callable[[Settings], Replica] | None = None,
+    start_replicas: Callable[[Settings], ReplicaGroup] = load_replicas,
 ) -> FastAPI:
     """The app, with its engine as `app.state.engine`. Metrics go to `registry`, by default one of its own.
 
-    `start_replica` returns a replica that is loading; by default of the model that the settings name.
+    `start_replicas` returns replicas that are loading; by default of the model that the settings name.
     """
     if registry is None:
         registry = CollectorRegistry()
     own_version = find_version()
     counters = Metrics(registry, COUNTED_ROUTES)
     engine = Engine(
-        partial(start_replica or load_replica, settings),
+        partial(start_replicas, settings),
         counters,
         model_name=settings.served_name,
         version=own_version,
@@ -93,22 +93,6 @@ async def _lifespan(
     engine.drain()
     engine.close()
     executor.shutdown(wait=False, cancel_futures=True)
-
-
-def load_replica(settings: Settings) -> Replica:
-    """A replica of the model that the settings name, loading in its own thread."""
-    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    load = partial(
-        VisionEncoder.from_pretrained,
-        settings.model,
-        device=settings.device,
-        dtype=dtype,
-        revision=settings.revision,
-        attn_backend=settings.mm_encoder_attn_backend,
-        min_pixels=settings.min_pixels,
-        max_pixels=settings.max_pixels,
-    )
-    return Replica(settings.device, load)
 
 
 def _operation_id(route: APIRoute) -> str:

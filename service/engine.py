@@ -1,26 +1,25 @@
 """What joins the app to the models: loading, being ready, handing batches on, failing, closing.
 
-Knows the life cycle of one replica and the metrics of its device; nothing of HTTP or images.
+Knows the life cycle of the replicas and the metrics of their devices; nothing of HTTP or images.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import BrokenExecutor, Future
+from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 
 import torch
 
-from models import BatchResult, EncodeItem, ModelError, Replica, VisionEncoder
+from models import BatchResult, DeviceError, EncodeItem, ModelError, ReplicaGroup, VisionEncoder
 from service.errors import ApiError, Unavailable
 from service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
-
-# After one of these the device, or the thread that owns it, is lost to this process.
-FATAL = (BrokenExecutor, torch.AcceleratorError)
 
 
 class State(Enum):
@@ -31,43 +30,69 @@ class State(Enum):
 
 
 class Engine:
-    """One replica as the app sees it, from before its model is loaded to its end."""
+    """The replicas as the app sees them, from before their model is loaded to their end."""
 
     def __init__(
-        self, start_replica: Callable[[], Replica], metrics: Metrics, *, model_name: str, version: str
+        self, start_replicas: Callable[[], ReplicaGroup], metrics: Metrics, *, model_name: str, version: str
     ) -> None:
-        self._start_replica = start_replica
+        self._start_replicas = start_replicas
         self._metrics = metrics
         self._model_name = model_name
         self._version = version
-        self._replica: Replica | None = None
+        self._group: ReplicaGroup | None = None
         self._encoder: VisionEncoder | None = None
-        self._device = ""  # as metrics name it, once it is known
+        self._lock = threading.Lock()  # of `state` and `_loading`, which the replicas' threads change too
+        self._loading: set[str] = set()
         self.state = State.LOADING
         self.num_admitted = 0
         self._batches: set[Future[BatchResult]] = set()  # submitted and not ended
 
     @property
     def encoder(self) -> VisionEncoder:
-        """The loaded encoder, for what it says of itself. Its device belongs to the replica's thread."""
+        """A loaded encoder, for what it says of itself. Its device belongs to its replica's thread."""
         assert self._encoder is not None, "the model is not loaded yet"
         return self._encoder
 
-    def start(self) -> None:
-        """Starts the replica's thread, which loads the model."""
-        self._replica = self._start_replica()
-        self._replica.ready.add_done_callback(self._on_loaded)
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The replicas' names, which metrics have as `device`."""
+        return tuple(replica.name for replica in self._group.replicas) if self._group else ()
 
-    def _on_loaded(self, ready: Future[VisionEncoder]) -> None:
+    def start(self) -> None:
+        """Starts the replicas' threads, which load the model."""
+        try:
+            self._group = group = self._start_replicas()
+        except ModelError as error:
+            self._on_load_failed(error)
+            return
+        self._loading = set(self.devices)
+        for device in self.devices:
+            self._metrics.add_device(device)
+        for replica in group.replicas:
+            replica.ready.add_done_callback(partial(self._on_loaded, replica.name))
+
+    def _on_loaded(self, device: str, ready: Future[VisionEncoder]) -> None:
         """Runs in the replica's thread."""
         error = ready.exception()
         if error is not None:
             self._on_load_failed(error)
             return
-        self._encoder = encoder = ready.result()
-        self._device = str(encoder.device)
-        self._metrics.add_device(self._device)
-        self._metrics.set_device_up(self._device, True)
+        encoder = ready.result()
+        self._metrics.set_graphs(
+            device,
+            sorted(encoder.graphs.graphs),
+            memory_bytes=encoder.graphs.memory_bytes,
+            capture_seconds=encoder.graphs.capture_seconds,
+        )
+        self._metrics.set_device_up(device, True)
+        with self._lock:
+            self._loading.remove(device)
+            is_last = not self._loading
+        if is_last:
+            self._on_all_loaded(encoder)
+
+    def _on_all_loaded(self, encoder: VisionEncoder) -> None:
+        self._encoder = encoder
         self._metrics.set_info(
             model=self._model_name,
             fingerprint=encoder.fingerprint,
@@ -75,16 +100,14 @@ class Engine:
             attn_backend=encoder.attn_backend,
             version=self._version,
         )
-        if self.state is State.LOADING:
-            self._enter(State.READY)
-            logger.info("ready: model %s on %s", self._model_name, self._device)
+        if self._enter(State.READY, [State.LOADING]):
+            logger.info("ready: model %s on %s", self._model_name, ", ".join(self.devices))
 
     def _on_load_failed(self, error: BaseException) -> None:
-        if isinstance(error, ModelError):
-            logger.error("cannot load model %s: %s", self._model_name, error)
-        else:
-            logger.error("cannot load model %s", self._model_name, exc_info=error)
-        self._enter(State.FAILED)
+        if not self._enter(State.FAILED, [State.LOADING, State.DRAINING]):
+            return  # another replica has said it
+        trace = None if isinstance(error, ModelError) else error
+        logger.error("cannot load model %s: %s", self._model_name, error, exc_info=trace)
 
     def check_alive(self) -> None:
         """Raises `Unavailable` once restarting the process is the only help."""
@@ -116,7 +139,7 @@ class Engine:
         except ApiError:
             raise
         except Exception as error:
-            if isinstance(error, FATAL):
+            if isinstance(error, DeviceError):
                 self._lose_device(error)
             self.check_alive()
             raise
@@ -124,30 +147,30 @@ class Engine:
             self.num_admitted -= 1
 
     def submit(self, items: Sequence[EncodeItem]) -> Future[BatchResult]:
-        """Hands a batch to the device."""
-        assert self._replica is not None, "nothing is submitted before the model is loaded"
-        batch = self._replica.submit(items)
+        """Hands a batch to the devices."""
+        assert self._group is not None, "nothing is submitted before the model is loaded"
+        batch = self._group.submit(items)
         self._batches.add(batch)
         batch.add_done_callback(self._on_batch)
         return batch
 
     def _on_batch(self, batch: Future[BatchResult]) -> None:
-        """Runs in the replica's thread."""
+        """Runs in a replica's thread."""
         self._batches.discard(batch)
         if batch.cancelled():
             return
         error = batch.exception()
         if error is None:
-            self._metrics.observe_batch(self._device, batch.result().stats)
-        elif isinstance(error, FATAL):
+            for stats in batch.result().stats:
+                self._metrics.observe_batch(stats)
+        elif isinstance(error, DeviceError):
             self._lose_device(error)
 
-    def _lose_device(self, error: BaseException) -> None:
-        if self.state is State.FAILED:
-            return
-        self._enter(State.FAILED)
-        self._metrics.set_device_up(self._device, False)
-        logger.critical("device %s is lost: %s", self._device, error)
+    def _lose_device(self, error: DeviceError) -> None:
+        """One lost device ends the process, once the others have finished what was admitted."""
+        self._metrics.set_device_up(error.device, False)
+        if self._enter(State.FAILED, [State.READY, State.DRAINING]):
+            logger.critical("%s", error)
 
     @property
     def idle(self) -> bool:
@@ -156,24 +179,30 @@ class Engine:
 
     def drain(self) -> None:
         """Takes no new requests from now on."""
-        if self.state is not State.FAILED:
-            self._enter(State.DRAINING)
+        self._enter(State.DRAINING, [State.LOADING, State.READY])
 
     def close(self) -> bool:
-        """Ends the replica's thread if it has nothing to do; else it can only end with the process.
+        """Ends the replicas' threads if they have nothing to do; else they can only end with the process.
 
         Loading cannot be interrupted, and a batch that outlived the grace at shutdown may never end.
         """
-        if self._replica is None:
+        if self._group is None:
             return True
-        if not self._replica.ready.done() or not self.idle:
+        if not self.idle:
             return False
-        self._replica.close()
-        return True
+        loaded = [replica for replica in self._group.replicas if replica.ready.done()]
+        for replica in loaded:
+            replica.close()
+        return len(loaded) == len(self._group.replicas)
 
-    def _enter(self, state: State) -> None:
-        self.state = state
-        self._metrics.ready.set(state is State.READY)
+    def _enter(self, state: State, come_from: Sequence[State]) -> bool:
+        """Changes the state if it is one of those; says whether it did."""
+        with self._lock:
+            if self.state not in come_from:
+                return False
+            self.state = state
+            self._metrics.ready.set(state is State.READY)
+            return True
 
 
 def dtype_name(dtype: torch.dtype) -> str:

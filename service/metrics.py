@@ -5,7 +5,7 @@ Knows what is counted and under which name; knows nothing of requests, tensors o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -36,7 +36,10 @@ class _Device:
     """The series of one device."""
 
     hits: Counter
-    misses: dict[str, Counter]  # by reason
+    misses: Mapping[str, Counter]  # by reason
+    replays: dict[int, Counter]  # by budget; none without graphs
+    memory_bytes: Gauge
+    capture_seconds: Gauge
     busy_seconds: Counter
     up: Gauge
 
@@ -52,6 +55,7 @@ class Metrics:
         ProcessCollector(registry=registry)
         self._create_request_metrics(make, (*routes, OTHER))
         self._create_batch_metrics(make)
+        self._create_device_metrics(make)
         self.requests_in_flight = make.gauge("requests_in_flight", "Requests being answered.")
         self.ready = make.gauge("ready", "1 while the server takes requests, else 0.")
         self._info = make.gauge(
@@ -78,10 +82,26 @@ class Metrics:
     def _create_batch_metrics(self, make: _Maker) -> None:
         self._images = make.counter("images", "Images encoded.")
         self._image_tokens = make.counter("image_tokens", "Output tokens of the images encoded.")
-        self._batch_images = make.histogram("batch_images", "Images in a batch.", BATCH_IMAGES_BUCKETS)
-        self._batch_tokens = make.histogram("batch_tokens", "Output tokens of a batch.", BATCH_TOKENS_BUCKETS)
+        self._batch_images = make.histogram(
+            "batch_images", "Images in a batch, as handed to a device.", BATCH_IMAGES_BUCKETS
+        )
+        self._batch_tokens = make.histogram(
+            "batch_tokens", "Output tokens of a batch, as handed to a device.", BATCH_TOKENS_BUCKETS
+        )
+        self._padding_tokens = make.counter("encoder_padding_tokens", "Tokens computed for nothing.")
+
+    def _create_device_metrics(self, make: _Maker) -> None:
         self._hits = make.counter("encoder_cudagraph_hits", "Images run by graph replay.", "device")
         self._misses = make.counter("encoder_cudagraph_misses", "Images run eagerly.", "device", "reason")
+        self._replays = make.counter(
+            "encoder_cudagraph_replays", "Graph replays, by token budget.", "device", "budget"
+        )
+        self._graph_memory = make.gauge(
+            "encoder_cudagraph_memory_bytes", "Device memory that the graphs take.", "device"
+        )
+        self._capture_seconds = make.gauge(
+            "encoder_cudagraph_capture_seconds", "Time that capturing all graphs took.", "device"
+        )
         self._busy_seconds = make.counter("device_busy_seconds", "Time that a device worked.", "device")
         self._up = make.gauge("device_up", "1 while a device takes batches, else 0.", "device")
         self._devices: dict[str, _Device] = {}
@@ -91,9 +111,21 @@ class Metrics:
         self._devices[device] = _Device(
             hits=self._hits.labels(device),
             misses={reason: self._misses.labels(device, reason) for reason in MISS_REASONS},
+            replays={},
+            memory_bytes=self._graph_memory.labels(device),
+            capture_seconds=self._capture_seconds.labels(device),
             busy_seconds=self._busy_seconds.labels(device),
             up=self._up.labels(device),
         )
+
+    def set_graphs(
+        self, device: str, budgets: Sequence[int], *, memory_bytes: int, capture_seconds: float
+    ) -> None:
+        """Says what was captured on a device that was added, and starts the series of its budgets at 0."""
+        series = self._devices[device]
+        series.replays.update((budget, self._replays.labels(device, str(budget))) for budget in budgets)
+        series.memory_bytes.set(memory_bytes)
+        series.capture_seconds.set(capture_seconds)
 
     def set_device_up(self, device: str, up: bool) -> None:
         """Says whether a device that was added takes batches."""
@@ -121,11 +153,12 @@ class Metrics:
         assert code in self._errors, f"unknown error code {code!r}"
         self._errors[code].inc()
 
-    def observe_batch(self, device: str, stats: BatchStats) -> None:
+    def observe_batch(self, stats: BatchStats) -> None:
         """Records a batch that a device has finished."""
         assert stats.num_images == stats.hits + sum(stats.misses.values()), f"hits and misses differ: {stats}"
         assert set(stats.misses) <= set(MISS_REASONS), f"unknown reason for a miss: {stats}"
-        series = self._devices[device]
+        series = self._devices[stats.device]
+        assert set(stats.replays) <= set(series.replays), f"unknown budget: {stats}"
         self._images.inc(stats.num_images)
         self._image_tokens.inc(stats.num_tokens)
         self._batch_images.observe(stats.num_images)
@@ -133,6 +166,9 @@ class Metrics:
         series.hits.inc(stats.hits)
         for reason, count in stats.misses.items():
             series.misses[reason].inc(count)
+        for budget, count in stats.replays.items():
+            series.replays[budget].inc(count)
+        self._padding_tokens.inc(stats.padding_tokens)
         series.busy_seconds.inc(stats.busy_s)
 
 

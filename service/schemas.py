@@ -76,6 +76,12 @@ class Limits(Shape):
     max_request_tokens: int
 
 
+class CudaGraphs(Shape):
+    enabled: bool
+    token_budgets: tuple[int, ...] = Field(description="sizes of the captured graphs, in image tokens")
+    max_images_per_batch: int = Field(description="most images in one replay; 0 without graphs")
+
+
 class Preprocessing(Shape):
     patch_size: int
     temporal_patch_size: int
@@ -92,8 +98,9 @@ class Info(Shape):
     revision: str | None
     fingerprint: str
     dtype: str
-    device: str
+    devices: tuple[str, ...] = Field(description="one for each replica, as metrics name them")
     attn_backend: str
+    encoder_cudagraph: CudaGraphs
     hidden_size: int = Field(description="numbers of a pooled vector, and main columns of a token")
     width: int = Field(description="columns of a token with its deepstack columns")
     num_deepstack: int = Field(description="deepstack levels, each of `hidden_size` columns")

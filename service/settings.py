@@ -1,45 +1,41 @@
-"""Every knob of the server: its meaning, its default, its limits; read from flags and environment variables.
+"""Every knob of the server: its meaning, its default, its limits, and which values contradict each other.
 
-Knows nothing of what the values are used for. What follows from the checkpoint is no setting.
+Knows nothing of where the values come from or what they are used for. What follows from the checkpoint is no
+setting.
 """
 
 from __future__ import annotations
 
-import argparse
-import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn, Self, get_args
+from typing import Annotated, Literal, NoReturn, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from models import CudaGraphSettings
 from service.images import MAX_PIXELS_SUPPORTED
-
-ENV_PREFIX = "VISION_SIDECAR_"
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
-AttnBackend = Literal["auto", "FLASH_ATTN", "TORCH_SDPA"]
+AttnBackend = Literal["auto", "FLASH_ATTN", "FLASH_ATTN_4", "TORCH_SDPA"]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
+
+def _split(value: object) -> object:
+    """A comma-separated list into its parts; nothing into no part."""
+    if not isinstance(value, str):
+        return value
+    return [part.strip() for part in value.split(",")] if value.strip() else []
+
+
+Counts = Annotated[tuple[Count, ...], BeforeValidator(_split)]  # comma-separated
+
 # A hub id is a name, or an owner and a name. All else that `model` may hold is a path.
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-
-# Kubernetes gives every pod these variables for a Service called vision-sidecar. They are not ours.
-_SERVICE_LINK = re.compile(
-    ENV_PREFIX
-    + r"(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_.*)?|PORT=(tcp|udp|sctp)://.*)(=.*)?",
-    re.DOTALL,
-)
-
-
-class SettingsError(Exception):
-    """A flag or variable that cannot be used. The message is one line for the operator."""
 
 
 def _available_cores() -> int:
@@ -73,7 +69,25 @@ class Settings(BaseModel):
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N"
     )
+    data_parallel_size: Count = Field(
+        1,
+        description="replicas of the encoder, each on a GPU of its own, or all on the CPU",
+    )
     mm_encoder_attn_backend: AttnBackend = Field("auto", description="implementation of attention")
+    cudagraph_mm_encoder: bool | None = Field(
+        None, description="capture CUDA graphs of the encoder at start and replay them [on with a GPU]"
+    )
+    encoder_cudagraph_token_budgets: Counts = Field(
+        (),
+        description="sizes of the graphs in image tokens, comma-separated [inferred from the pixel limits]",
+    )
+    encoder_cudagraph_budget_steps: Count = Field(
+        CudaGraphSettings().budget_steps,
+        description="inferred budgets from one size to its double; 1: powers of two times the smallest image",
+    )
+    encoder_cudagraph_max_images_per_batch: int = Field(
+        0, ge=0, description="most images in one replay; 0: inferred from the budgets"
+    )
     min_pixels: Count | None = Field(
         None, description="smaller images are enlarged to about this many pixels [the checkpoint's]"
     )
@@ -103,12 +117,48 @@ class Settings(BaseModel):
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             _contradiction("min_pixels", self.min_pixels, "max_pixels", self.max_pixels)
         if self.revision is not None and not self.is_hub_id:
-            raise PydanticCustomError(
-                "contradiction",
-                "{message}",
-                {"message": f"--revision {self.revision} needs a hub id as --model, not {self.model}"},
+            _refuse(f"--revision {self.revision} needs a hub id as --model, not {self.model}")
+        if self.data_parallel_size > 1 and ":" in self.device:
+            _refuse(
+                f"--data-parallel-size {self.data_parallel_size} takes the GPUs from the first on, "
+                f"and --device {self.device} names one"
             )
+        self._refuse_contradictions_about_graphs()
         return self
+
+    def _refuse_contradictions_about_graphs(self) -> None:
+        asking = self.asks_for_graphs
+        if asking and self.cudagraph_mm_encoder is False:
+            _refuse(f"{asking} needs CUDA graphs, which --cudagraph-mm-encoder false turns off")
+        if asking and self.device == "cpu":
+            _refuse(f"{asking} needs CUDA graphs, and --device cpu has none")
+        if asking and self.mm_encoder_attn_backend == "TORCH_SDPA":
+            _refuse(f"{asking} needs CUDA graphs, which --mm-encoder-attn-backend TORCH_SDPA cannot run in")
+        budgets, max_images = (
+            self.encoder_cudagraph_token_budgets,
+            self.encoder_cudagraph_max_images_per_batch,
+        )
+        if budgets and "encoder_cudagraph_budget_steps" in self.model_fields_set:
+            _refuse(
+                "--encoder-cudagraph-budget-steps is for inferred budgets, "
+                "and --encoder-cudagraph-token-budgets names them"
+            )
+        if budgets and max_images > min(budgets):
+            _refuse(
+                f"--encoder-cudagraph-max-images-per-batch {max_images} is larger than "
+                f"the smallest of --encoder-cudagraph-token-budgets, {min(budgets)}"
+            )
+
+    @cached_property
+    def asks_for_graphs(self) -> str | None:
+        """The first flag that means nothing without CUDA graphs, if one was given."""
+        asking = {
+            "cudagraph_mm_encoder": self.cudagraph_mm_encoder,
+            "encoder_cudagraph_token_budgets": self.encoder_cudagraph_token_budgets,
+            "encoder_cudagraph_budget_steps": "encoder_cudagraph_budget_steps" in self.model_fields_set,
+            "encoder_cudagraph_max_images_per_batch": self.encoder_cudagraph_max_images_per_batch,
+        }
+        return next((flag_of(name) for name, given in asking.items() if given), None)
 
     @cached_property
     def is_hub_id(self) -> bool:
@@ -130,86 +180,13 @@ class Settings(BaseModel):
 
 
 def _contradiction(small: str, small_value: int, large: str, large_value: int) -> NoReturn:
-    message = f"{_flag(small)} {small_value} is larger than {_flag(large)} {large_value}"
+    _refuse(f"{flag_of(small)} {small_value} is larger than {flag_of(large)} {large_value}")
+
+
+def _refuse(message: str) -> NoReturn:
     raise PydanticCustomError("contradiction", "{message}", {"message": message})
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """`--max-pixels` for `max_pixels`."""
     return "--" + name.replace("_", "-")
-
-
-def _variable(name: str) -> str:
-    return ENV_PREFIX + name.upper()
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise SettingsError(message)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag for each setting. Only flags that were given reach the namespace, as unparsed strings."""
-    for name, field in Settings.model_fields.items():
-        choices = [value for value in get_args(field.annotation) if isinstance(value, str)]
-        metavar = "{" + ",".join(choices) + "}" if choices else name.rsplit("_", 1)[-1].upper()
-        # Where the default is found at start, the description says so.
-        default = "" if field.default_factory or field.default is None else f" [{field.default}]"
-        text = f"{field.description}{default} ({_variable(name)})".replace("%", "%%")
-        parser.add_argument(_flag(name), dest=name, default=argparse.SUPPRESS, metavar=metavar, help=text)
-        if "_" in name:
-            parser.add_argument(
-                f"--{name}", dest=name, default=argparse.SUPPRESS, metavar=metavar, help=argparse.SUPPRESS
-            )
-
-
-def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """Settings from flags (what follows `serve`) and environment variables; flags win.
-
-    A variable that is empty counts as not set. Raises `SettingsError`; `--help` prints and exits.
-    """
-    parser = _Parser(
-        prog="vision-sidecar serve",
-        description="Serve image embeddings over HTTP. The environment variable after a flag sets it too.",
-        allow_abbrev=False,
-    )
-    add_arguments(parser)
-    namespace, unknown = parser.parse_known_args(argv)
-    if unknown:
-        given = unknown[0].split("=", 1)[0]
-        raise SettingsError(
-            f"unknown argument {given}{_suggestion(given, map(_flag, Settings.model_fields))}"
-        )
-    flags: dict[str, str] = vars(namespace)
-    variables = _read_environ(environ)
-    try:
-        return Settings.model_validate(variables | flags)
-    except ValidationError as error:
-        raise SettingsError(_describe(error, flags)) from None
-
-
-def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    names = {_variable(name): name for name in Settings.model_fields}
-    values: dict[str, str] = {}
-    for variable, value in environ.items():
-        if not variable.startswith(ENV_PREFIX) or _SERVICE_LINK.fullmatch(f"{variable}={value}"):
-            continue
-        if variable not in names:
-            raise SettingsError(f"unknown environment variable {variable}{_suggestion(variable, names)}")
-        if value:
-            values[names[variable]] = value
-    return values
-
-
-def _suggestion(given: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(given, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
-
-
-def _describe(error: ValidationError, flags: Mapping[str, str]) -> str:
-    """The first problem, as one line that names the flag or variable, the value and what is allowed."""
-    problem = error.errors(include_url=False)[0]
-    if not problem["loc"]:
-        return problem["msg"]
-    name = str(problem["loc"][0])
-    source = _flag(name) if name in flags else _variable(name)
-    return f"{source}: {problem['input']!r} is not allowed; {problem['msg'][0].lower()}{problem['msg'][1:]}"

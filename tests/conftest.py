@@ -6,7 +6,9 @@ import asyncio
 import io
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -26,6 +28,7 @@ from models import (
     PreprocessConfig,
     Preprocessor,
     Replica,
+    ReplicaGroup,
 )
 from service.app import create_app
 from service.engine import Engine, State
@@ -46,10 +49,34 @@ NUM_DEEPSTACK = 2
 FINGERPRINT = "f" * 64
 
 
-class FakeEncoder:
-    """Stands in for `VisionEncoder`: a token's column c is the mean of its pixels times (c + 1)."""
+@dataclass
+class FakeGraphs:
+    """Stands in for `EncoderCudaGraphManager`, as far as it is asked for facts."""
 
-    def __init__(self, fail: Callable[[Sequence[EncodeItem]], None] = lambda items: None) -> None:
+    graphs: Mapping[int, object] = field(default_factory=dict)  # by budget
+    max_images: int = 16
+    memory_bytes: int = 0
+    capture_seconds: float = 0.0
+
+
+class FakeRunning:
+    """A batch that was launched; `finish` is called by who waits for it."""
+
+    def __init__(self, finish: Callable[[], BatchResult]) -> None:
+        self.wait = finish
+
+
+class FakeEncoder:
+    """Stands in for `VisionEncoder`: a token's column c is the mean of its pixels times (c + 1).
+
+    With graphs every batch is one replay of the smallest budget. `fail` runs where the device's errors show.
+    """
+
+    def __init__(
+        self,
+        fail: Callable[[Sequence[EncodeItem]], None] = lambda items: None,
+        graphs: FakeGraphs | None = None,
+    ) -> None:
         self.device = torch.device("cpu")
         self.dtype = torch.float32
         self.attn_backend = "FAKE"
@@ -59,17 +86,46 @@ class FakeEncoder:
         self.hidden_size = HIDDEN_SIZE
         self.width = HIDDEN_SIZE * (1 + NUM_DEEPSTACK)
         self.num_deepstack = NUM_DEEPSTACK
+        self.graphs = graphs or FakeGraphs()
         self.batches: list[list[EncodeItem]] = []
         self._fail = fail
 
-    def run(self, items: Sequence[EncodeItem]) -> BatchResult:
+    def launch(self, items: Sequence[EncodeItem]) -> FakeRunning:
         started = time.perf_counter()
         self.batches.append(list(items))
+        return FakeRunning(partial(self._finish, items, started))
+
+    def _finish(self, items: Sequence[EncodeItem], started: float) -> BatchResult:
         self._fail(items)
         embeddings = tuple(known_embedding(item.patches, item.output) for item in items)
+        return BatchResult(embeddings, (self._stats(items),), started, time.perf_counter())
+
+    def _stats(self, items: Sequence[EncodeItem]) -> BatchStats:
         num_tokens = sum(item.patches.num_tokens for item in items)
-        stats = BatchStats(len(items), num_tokens, hits=0, misses={"disabled": len(items)}, busy_s=0.25)
-        return BatchResult(embeddings, stats, started, time.perf_counter())
+        budget = min(self.graphs.graphs, default=None)
+        return BatchStats(
+            device=str(self.device),
+            num_images=len(items),
+            num_tokens=num_tokens,
+            hits=0 if budget is None else len(items),
+            misses={"disabled": len(items)} if budget is None else {},
+            replays={} if budget is None else {budget: 1},
+            padding_tokens=0 if budget is None else budget - num_tokens,
+            busy_s=0.25,
+        )
+
+
+def fake_replicas(*encoders: FakeEncoder, load: Callable[[], object] = lambda: None) -> ReplicaGroup:
+    """Replicas of those encoders; `load` runs in each one's thread before it is loaded."""
+
+    def load_fake(encoder: FakeEncoder) -> Any:
+        load()
+        return encoder
+
+    names = ["fake"] if len(encoders) == 1 else [f"fake:{index}" for index in range(len(encoders))]
+    return ReplicaGroup(
+        [Replica(name, partial(load_fake, encoder)) for name, encoder in zip(names, encoders, strict=True)]
+    )
 
 
 def known_embedding(patches: Patches, output: OutputSpec) -> torch.Tensor:
@@ -95,14 +151,19 @@ def encode_image(height: int = 64, width: int = 96, *, format: str = "PNG", seed
 class Service:
     """The app under test, with what it was made of. Its event loop runs while a request does."""
 
-    def __init__(self, app: FastAPI, registry: CollectorRegistry, encoder: FakeEncoder) -> None:
+    def __init__(self, app: FastAPI, registry: CollectorRegistry, *encoders: FakeEncoder) -> None:
         self.app = app
         self.engine: Engine = app.state.engine
         self.registry = registry
-        self.encoder = encoder
+        self.encoders = encoders
         self.runner = asyncio.Runner()
         self._client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sidecar")
         self._lifespan = app.router.lifespan_context(app)
+
+    @property
+    def encoder(self) -> FakeEncoder:
+        [encoder] = self.encoders
+        return encoder
 
     def start(self) -> None:
         self.runner.run(self._lifespan.__aenter__())
@@ -143,29 +204,27 @@ class Service:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Service]]:
-    """Starts apps with a fake encoder, which is loaded once `load` returns; stops them at the end."""
+    """Starts apps with fake encoders, which are loaded once `load` returns; stops them at the end.
+
+    Several encoders are replicas called `fake:0`, `fake:1` and so on; a single one is called `fake`.
+    """
     running: list[Service] = []
 
     def start(
         settings: Settings | None = None,
         *,
-        encoder: FakeEncoder | None = None,
+        encoders: Sequence[FakeEncoder] = (),
         load: Callable[[], object] = lambda: None,
         state: State = State.READY,
     ) -> Service:
-        fake = encoder or FakeEncoder()
-
-        def load_fake() -> FakeEncoder:
-            load()
-            return fake
-
+        fakes = encoders or (FakeEncoder(),)
         registry = CollectorRegistry()
         app = create_app(
             settings or Settings(decode_threads=2),
             registry=registry,
-            start_replica=lambda settings: Replica("fake", load_fake),
+            start_replicas=lambda settings: fake_replicas(*fakes, load=load),
         )
-        service = Service(app, registry, fake)
+        service = Service(app, registry, *fakes)
         service.start()
         running.append(service)
         service.wait_for(state)
@@ -197,4 +256,4 @@ def settings() -> Settings:
 
 def only(settings: Settings, **changes: object) -> Settings:
     """Settings with some of them changed, checked again."""
-    return Settings.model_validate(settings.model_dump() | changes)
+    return Settings.model_validate(settings.model_dump(exclude_unset=True) | changes)

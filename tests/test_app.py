@@ -5,7 +5,7 @@ import base64
 import hashlib
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -15,14 +15,25 @@ import torch
 from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
-from models import EncodeItem, ModelError, OutputSpec, Replica, VisionEncoder
-from service.app import COUNTED_ROUTES, create_app, load_replica
+from models import EncodeItem, ModelError, OutputSpec
+from service.app import COUNTED_ROUTES, create_app
 from service.engine import State
 from service.errors import ERROR_CODES
+from service.metrics import MISS_REASONS
 from service.options import OPTION_NAMES
 from service.schemas import EmbedResponse, ErrorResponse, Info, ModelList
 from service.settings import Settings
-from tests.conftest import FINGERPRINT, HIDDEN_SIZE, FakeEncoder, Service, encode_image, known_embedding, only
+from tests.conftest import (
+    FINGERPRINT,
+    HIDDEN_SIZE,
+    FakeEncoder,
+    FakeGraphs,
+    FakeRunning,
+    Service,
+    encode_image,
+    known_embedding,
+    only,
+)
 
 Serve = Callable[..., Service]
 
@@ -33,6 +44,19 @@ def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]
     return response.status_code, error.code, error.param
+
+
+async def post(service: Service, image: bytes) -> httpx.Response:
+    transport = httpx.ASGITransport(service.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://sidecar") as client:
+        return await client.post("/embed", content=image, headers={"content-type": "image/png"})
+
+
+def embed_at_once(service: Service, images: Sequence[bytes]) -> list[httpx.Response]:
+    async def all_at_once() -> list[httpx.Response]:
+        return await asyncio.gather(*[post(service, image) for image in images])
+
+    return service.runner.run(all_at_once())
 
 
 def test_embed_answers_the_embedding_of_an_image(service: Service) -> None:
@@ -119,16 +143,13 @@ def test_every_limit_of_the_settings_holds(
 
 
 def test_numbers_that_are_not_finite_are_an_error(serve: Serve) -> None:
-    encoder = FakeEncoder()
-    run = encoder.run
+    class Broken(FakeEncoder):
+        def launch(self, items: Sequence[EncodeItem]) -> FakeRunning:
+            result = super().launch(items).wait()
+            result.embeddings[0][0] = float("nan")
+            return FakeRunning(lambda: result)
 
-    def broken(items: Sequence[EncodeItem]) -> Any:
-        result = run(items)
-        result.embeddings[0][0] = float("nan")
-        return result
-
-    encoder.run = broken  # type: ignore[method-assign]
-    service = serve(encoder=encoder)
+    service = serve(encoders=[Broken()])
     assert error_of(service.embed(encode_image())) == (500, "non_finite_output", "images[0]")
 
 
@@ -139,7 +160,7 @@ def test_a_batch_that_fails_is_an_internal_error_and_the_next_one_works(serve: S
         if failing.pop() if failing else False:
             raise RuntimeError("/secret/path")
 
-    service = serve(encoder=FakeEncoder(fail))
+    service = serve(encoders=[FakeEncoder(fail)])
     response = service.embed(encode_image())
     assert error_of(response) == (500, "internal_error", None)
     assert "secret" not in response.text
@@ -150,7 +171,7 @@ def test_a_lost_device_is_told_to_callers_and_probes(serve: Serve) -> None:
     def fail(items: Sequence[EncodeItem]) -> None:
         raise torch.AcceleratorError("illegal memory access")
 
-    service = serve(encoder=FakeEncoder(fail))
+    service = serve(encoders=[FakeEncoder(fail)])
     for _ in range(2):
         assert error_of(service.embed(encode_image())) == (503, "device_failed", None)
     for probe in ("/healthz", "/readyz", "/health"):
@@ -205,11 +226,28 @@ def test_info_says_what_is_served(serve: Serve, settings: Settings) -> None:
     service = serve(only(settings, served_model_name="mine", max_request_tokens=77))
     info = Info.model_validate_json(service.get("/info").content)
     assert (info.model, info.demo, info.revision, info.fingerprint) == ("mine", True, "abc123", FINGERPRINT)
-    assert (info.dtype, info.device, info.attn_backend) == ("float32", "cpu", "FAKE")
+    assert (info.dtype, info.devices, info.attn_backend) == ("float32", ("fake",), "FAKE")
+    assert info.encoder_cudagraph.model_dump() == {
+        "enabled": False,
+        "token_budgets": (),
+        "max_images_per_batch": 0,
+    }
     assert (info.hidden_size, info.width, info.num_deepstack) == (4, 12, 2)
     assert (info.limits.max_request_tokens, info.limits.max_images_per_request) == (77, 32)
     assert (info.preprocessing.patch_size, info.preprocessing.min_pixels) == (16, 1024)
     assert info.preprocessing.mean == (0.5, 0.5, 0.5)
+
+
+def test_info_says_which_graphs_were_captured(serve: Serve) -> None:
+    graphs = FakeGraphs({128: None, 64: None}, max_images=4)
+    service = serve(encoders=[FakeEncoder(graphs=graphs), FakeEncoder(graphs=graphs)])
+    info = Info.model_validate_json(service.get("/info").content)
+    assert info.devices == ("fake:0", "fake:1")
+    assert info.encoder_cudagraph.model_dump() == {
+        "enabled": True,
+        "token_budgets": (64, 128),
+        "max_images_per_batch": 4,
+    }
 
 
 def test_models_are_listed_in_the_shape_of_openai(serve: Serve, settings: Settings) -> None:
@@ -294,15 +332,7 @@ def test_two_apps_share_nothing(serve: Serve) -> None:
 
 def test_requests_at_the_same_time_get_their_own_answers(service: Service) -> None:
     images = [encode_image(64, 32 * n, seed=n) for n in range(1, 13)]
-
-    async def all_at_once() -> list[httpx.Response]:
-        transport = httpx.ASGITransport(service.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://sidecar") as client:
-            headers = {"content-type": "image/png"}
-            posts = [client.post("/embed", content=image, headers=headers) for image in images]
-            return await asyncio.gather(*posts)
-
-    for image, response in zip(images, service.runner.run(all_at_once()), strict=True):
+    for image, response in zip(images, embed_at_once(service, images), strict=True):
         [entry] = response.json()["data"]
         assert entry["sha256"] == hashlib.sha256(image).hexdigest()
         assert entry["embedding"] == pytest.approx(service.embed(image).json()["data"][0]["embedding"])
@@ -374,16 +404,25 @@ def test_counted_routes_are_those_that_the_app_has(service: Service) -> None:
         assert service.get(route).status_code in (200, 405)
 
 
-@pytest.fixture(scope="module")
-def demo() -> Any:
+def running_demo(settings: Settings) -> Iterator[Service]:
     """The app with the demo model, as `vision-sidecar serve` makes it."""
     registry = CollectorRegistry()
-    app = create_app(Settings(decode_threads=2, max_pixels=65536 * 2), registry=registry)
-    service = Service(app, registry, FakeEncoder())
+    service = Service(create_app(settings, registry=registry), registry)
     service.start()
     service.wait_for(State.READY)
     yield service
     service.stop()
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Service]:
+    yield from running_demo(Settings(decode_threads=2, device="cpu", max_pixels=65536 * 2))
+
+
+@pytest.fixture(scope="module")
+def two_demos() -> Iterator[Service]:
+    settings = Settings(decode_threads=2, device="cpu", max_pixels=65536 * 2, data_parallel_size=2)
+    yield from running_demo(settings)
 
 
 def test_demo_embeddings_are_unit_vectors_that_do_not_depend_on_the_request(demo: Service) -> None:
@@ -413,10 +452,93 @@ def test_demo_uses_the_pixel_limits_of_the_settings(demo: Service) -> None:
     assert demo.embed(encode_image(1000, 1000, format="JPEG")).json()["usage"]["num_tokens"] <= 128
 
 
-def test_settings_reach_the_loader() -> None:
-    settings = Settings(model="demo", dtype="bfloat16", device="cpu", min_pixels=65536, max_pixels=131072)
-    replica: Replica = load_replica(settings)
-    encoder: VisionEncoder = replica.ready.result(60)
-    replica.close()
-    assert (str(encoder.device), encoder.dtype) == ("cpu", torch.bfloat16)
-    assert (encoder.preprocessor.config.min_pixels, encoder.preprocessor.config.max_pixels) == (65536, 131072)
+def hits_and_misses(service: Service, device: str) -> int:
+    """Images that ran on a device."""
+    misses = (
+        service.metric("encoder_cudagraph_misses_total", device=device, reason=reason)
+        for reason in MISS_REASONS
+    )
+    return int(service.metric("encoder_cudagraph_hits_total", device=device) + sum(misses))
+
+
+def test_two_replicas_share_a_request_and_answer_in_order(demo: Service, two_demos: Service) -> None:
+    assert two_demos.get("/info").json()["devices"] == ["cpu:0", "cpu:1"]
+    images = [encode_image(200 + 40 * n, 300, seed=n) for n in range(5)]
+    before = [hits_and_misses(two_demos, device) for device in ("cpu:0", "cpu:1")]
+    shared = two_demos.embed_form(*images).json()
+    alone = demo.embed_form(*images).json()
+    assert [entry["sha256"] for entry in shared["data"]] == [entry["sha256"] for entry in alone["data"]]
+    for ours, theirs in zip(shared["data"], alone["data"], strict=True):
+        assert ours["embedding"] == pytest.approx(theirs["embedding"], abs=1e-5)
+    after = [hits_and_misses(two_demos, device) for device in ("cpu:0", "cpu:1")]
+    ran = [b - a for a, b in zip(before, after, strict=True)]
+    assert sum(ran) == 5
+    assert min(ran) >= 2
+
+
+def test_metrics_of_two_replicas_sum_up(two_demos: Service) -> None:
+    two_demos.embed_form(*[encode_image(seed=n) for n in range(4)])
+    devices = ("cpu:0", "cpu:1")
+    assert [two_demos.metric("device_up", device=device) for device in devices] == [1, 1]
+    assert sum(hits_and_misses(two_demos, device) for device in devices) == two_demos.metric("images_total")
+    assert all(two_demos.metric("device_busy_seconds_total", device=device) > 0 for device in devices)
+
+
+def test_requests_of_one_image_are_spread_over_the_replicas(serve: Serve) -> None:
+    both_busy = threading.Barrier(2, timeout=10)
+
+    def wait_for_the_other(items: Sequence[EncodeItem]) -> None:
+        both_busy.wait()
+
+    service = serve(encoders=[FakeEncoder(wait_for_the_other) for _ in range(2)])
+    answers = embed_at_once(service, [encode_image(seed=n) for n in range(2)])
+    assert [response.status_code for response in answers] == [200, 200]
+    assert [len(encoder.batches) for encoder in service.encoders] == [1, 1]
+
+
+def test_a_lost_replica_is_reported_and_the_others_finish(serve: Serve, gate: threading.Event) -> None:
+    def lose(items: Sequence[EncodeItem]) -> None:
+        raise torch.AcceleratorError("illegal memory access")
+
+    held = threading.Event()
+
+    def hold(items: Sequence[EncodeItem]) -> None:
+        held.set()
+        assert gate.wait(10)
+
+    service = serve(encoders=[FakeEncoder(hold), FakeEncoder(lose)])
+
+    async def requests() -> tuple[httpx.Response, httpx.Response]:
+        healthy = asyncio.create_task(post(service, encode_image()))
+        assert await asyncio.to_thread(held.wait, 10)
+        lost = await post(service, encode_image())
+        gate.set()
+        return await healthy, lost
+
+    healthy, lost = service.runner.run(requests())
+    assert healthy.status_code == 200
+    assert error_of(lost) == (503, "device_failed", None)
+    assert error_of(service.get("/healthz")) == (503, "device_failed", None)
+    assert service.metric("device_up", device="fake:0") == 1
+    assert service.metric("device_up", device="fake:1") == 0
+
+
+def test_a_request_with_a_share_on_a_lost_replica_fails_whole(serve: Serve) -> None:
+    def lose(items: Sequence[EncodeItem]) -> None:
+        raise torch.AcceleratorError("illegal memory access")
+
+    service = serve(encoders=[FakeEncoder(), FakeEncoder(lose)])
+    assert error_of(service.embed_form(encode_image(), encode_image())) == (503, "device_failed", None)
+    assert service.engine.idle
+
+
+def test_replays_and_padding_are_counted(serve: Serve) -> None:
+    service = serve(encoders=[FakeEncoder(graphs=FakeGraphs({64: None, 128: None}, 16, 2**20, 1.5))])
+    assert service.metric("encoder_cudagraph_replays_total", device="fake", budget="64") == 0
+    assert service.metric("encoder_cudagraph_memory_bytes", device="fake") == 2**20
+    assert service.metric("encoder_cudagraph_capture_seconds", device="fake") == 1.5
+    service.embed_form(encode_image(), encode_image())  # 2 · 6 tokens
+    assert service.metric("encoder_cudagraph_hits_total", device="fake") == 2
+    assert service.metric("encoder_cudagraph_replays_total", device="fake", budget="64") == 1
+    assert service.metric("encoder_cudagraph_replays_total", device="fake", budget="128") == 0
+    assert service.metric("encoder_padding_tokens_total") == 64 - 12

@@ -3,20 +3,21 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures.thread import BrokenThreadPool
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from models import EncodeItem, ModelError, OutputSpec, Preprocessor, Replica
+from models import DeviceError, EncodeItem, ModelError, OutputSpec, Preprocessor, ReplicaGroup
+from models.replica import MAX_LAUNCHED
 from service.engine import Engine, State, dtype_name
 from service.errors import BadRequest, Unavailable
 from service.metrics import Metrics
-from tests.conftest import CONFIG, FakeEncoder
+from tests.conftest import CONFIG, FakeEncoder, FakeGraphs, fake_replicas
 
 Start = Callable[..., Engine]
+
+DEVICES = ("fake:0", "fake:1")
 
 
 @pytest.fixture
@@ -26,29 +27,25 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def start(registry: CollectorRegistry) -> Iterator[Start]:
-    """Starts an engine on a fake encoder."""
-    replicas: list[Replica] = []
+    """Starts an engine on fake encoders."""
+    groups: list[ReplicaGroup] = []
 
     def start_engine(
-        encoder: FakeEncoder | None = None, load: Callable[[], object] = lambda: None, *, wait: bool = True
+        *encoders: FakeEncoder, load: Callable[[], object] = lambda: None, wait: bool = True
     ) -> Engine:
-        def load_fake() -> FakeEncoder:
-            load()
-            return encoder or FakeEncoder()
+        def start_replicas() -> ReplicaGroup:
+            groups.append(fake_replicas(*(encoders or (FakeEncoder(),)), load=load))
+            return groups[-1]
 
-        def start_replica() -> Replica:
-            replicas.append(Replica("fake", load_fake))  # type: ignore[arg-type]
-            return replicas[-1]
-
-        engine = Engine(start_replica, Metrics(registry, ()), model_name="m", version="1")
+        engine = Engine(start_replicas, Metrics(registry, ()), model_name="m", version="1")
         engine.start()
         if wait:
             eventually(lambda: engine.state is not State.LOADING)
         return engine
 
     yield start_engine
-    for replica in replicas:
-        replica.close()
+    for group in groups:
+        group.close()
 
 
 def eventually(condition: Callable[[], bool]) -> None:
@@ -108,7 +105,7 @@ def test_ready_is_a_metric(start: Start, gate: threading.Event, registry: Collec
     gate.set()
     eventually(lambda: engine.state is State.READY)
     assert registry.get_sample_value("vision_sidecar_ready") == 1
-    assert registry.get_sample_value("vision_sidecar_device_up", {"device": "cpu"}) == 1
+    assert registry.get_sample_value("vision_sidecar_device_up", {"device": "fake"}) == 1
     info = {"model": "m", "fingerprint": "f" * 64, "dtype": "float32", "attn_backend": "FAKE", "version": "1"}
     assert registry.get_sample_value("vision_sidecar_info", info) == 1
     engine.drain()
@@ -138,7 +135,7 @@ def test_batches_are_counted_even_if_nobody_waits(start: Start, registry: Collec
     eventually(lambda: engine.idle)
     assert registry.get_sample_value("vision_sidecar_images_total") == 3
     assert registry.get_sample_value("vision_sidecar_image_tokens_total") == 12
-    misses = {"device": "cpu", "reason": "disabled"}
+    misses = {"device": "fake", "reason": "disabled"}
     assert registry.get_sample_value("vision_sidecar_encoder_cudagraph_misses_total", misses) == 3
 
 
@@ -149,18 +146,13 @@ def test_a_batch_that_fails_leaves_the_device_in_service(start: Start) -> None:
     assert engine.state is State.READY
 
 
-@pytest.mark.parametrize(
-    "error", [torch.AcceleratorError("illegal memory access"), BrokenThreadPool("thread died")]
-)
-def test_a_lost_device_turns_every_request_away(
-    start: Start, error: Exception, registry: CollectorRegistry
-) -> None:
-    engine = start(fail_with(error))
+def test_a_lost_device_turns_every_request_away(start: Start, registry: CollectorRegistry) -> None:
+    engine = start(fail_with(torch.AcceleratorError("illegal memory access")))
     with pytest.raises(Unavailable) as caught, engine.admit():
         engine.submit(batch()).result(10)
     assert caught.value.code == "device_failed"
     assert code_of(lambda: admit(engine)) == code_of(engine.check_alive) == "device_failed"
-    assert registry.get_sample_value("vision_sidecar_device_up", {"device": "cpu"}) == 0
+    assert registry.get_sample_value("vision_sidecar_device_up", {"device": "fake"}) == 0
     assert registry.get_sample_value("vision_sidecar_ready") == 0
 
 
@@ -210,22 +202,109 @@ def test_a_batch_on_the_device_keeps_it_from_closing(start: Start, gate: threadi
         gate.wait()
 
     engine = start(FakeEncoder(hold))
-    waiting: Future[object] = engine.submit(batch())  # type: ignore[assignment]
+    waiting = [engine.submit(batch()) for _ in range(MAX_LAUNCHED)]
     abandoned = engine.submit(batch())
     assert not engine.idle
     assert engine.close() is False
     assert abandoned.cancel()
     gate.set()
-    waiting.result(10)
+    assert all(future.result(10) for future in waiting)
     eventually(lambda: engine.idle)
     assert engine.close() is True
 
 
 def test_closing_before_the_start_is_fine(registry: CollectorRegistry) -> None:
-    def never() -> Replica:
+    def never() -> ReplicaGroup:
         raise AssertionError("not started")
 
     assert Engine(never, Metrics(registry, ()), model_name="m", version="1").close() is True
+
+
+def test_it_is_ready_once_every_replica_is(
+    start: Start, registry: CollectorRegistry, gate: threading.Event
+) -> None:
+    first = threading.Lock()
+
+    def load() -> None:
+        if not first.acquire(blocking=False):
+            gate.wait()
+
+    engine = start(FakeEncoder(), FakeEncoder(), load=load, wait=False)
+    ups = [lambda d=d: registry.get_sample_value("vision_sidecar_device_up", {"device": d}) for d in DEVICES]
+    eventually(lambda: sorted(up() for up in ups) == [0, 1])
+    assert code_of(engine.check_loaded) == "not_ready"
+    assert engine.state is State.LOADING
+    gate.set()
+    eventually(lambda: engine.state is State.READY)
+    assert [up() for up in ups] == [1, 1]
+    assert engine.devices == DEVICES
+
+
+def test_one_replica_that_cannot_be_loaded_fails_the_engine_once(
+    start: Start, gate: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = threading.Lock()
+
+    def load() -> None:
+        if first.acquire(blocking=False):
+            raise ModelError("no memory")
+        gate.wait()
+        raise ModelError("no memory either")
+
+    engine = start(FakeEncoder(), FakeEncoder(), load=load)
+    assert engine.state is State.FAILED
+    assert engine.close() is False  # the other is still being loaded
+    gate.set()
+    eventually(engine.close)
+    assert engine.state is State.FAILED
+    assert [record.getMessage() for record in caplog.records] == ["cannot load model m: no memory"]
+
+
+def test_devices_that_are_not_here_are_a_failure_in_one_line(
+    registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+) -> None:
+    def too_few() -> ReplicaGroup:
+        raise ModelError("data_parallel_size 2 needs as many CUDA devices, and this process sees 1")
+
+    engine = Engine(too_few, Metrics(registry, ()), model_name="m", version="1")
+    engine.start()
+    assert engine.state is State.FAILED
+    assert engine.close() is True
+    assert [record.exc_info for record in caplog.records] == [None]
+
+
+def test_one_lost_device_of_two_ends_the_engine(
+    start: Start, registry: CollectorRegistry, gate: threading.Event
+) -> None:
+    def hold(items: Sequence[EncodeItem]) -> None:
+        assert gate.wait(10)
+
+    engine = start(FakeEncoder(hold), fail_with(torch.AcceleratorError("illegal memory access")))
+    healthy, lost = engine.submit(batch()), engine.submit(batch())
+    with pytest.raises(DeviceError, match="device fake:1 is lost: illegal memory access"):
+        lost.result(10)
+    eventually(lambda: engine.state is State.FAILED)
+    assert not engine.idle
+    gate.set()
+    assert len(healthy.result(10).embeddings) == 1
+    eventually(lambda: engine.idle)
+    for device, up in zip(DEVICES, (1, 0), strict=True):
+        assert registry.get_sample_value("vision_sidecar_device_up", {"device": device}) == up
+    assert engine.close() is True
+
+
+def test_a_batch_is_counted_on_every_device_that_took_part(start: Start, registry: CollectorRegistry) -> None:
+    graphs = FakeGraphs({64: None})
+    engine = start(FakeEncoder(graphs=graphs), FakeEncoder(graphs=graphs))
+    engine.submit(batch(4)).result(10)
+    eventually(lambda: engine.idle)
+    for device in DEVICES:
+        labels = {"device": device}
+        assert registry.get_sample_value("vision_sidecar_encoder_cudagraph_hits_total", labels) == 2
+        labels = {"device": device, "budget": "64"}
+        assert registry.get_sample_value("vision_sidecar_encoder_cudagraph_replays_total", labels) == 1
+    assert registry.get_sample_value("vision_sidecar_images_total") == 4
+    assert registry.get_sample_value("vision_sidecar_batch_images_count") == 2
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")])

@@ -1,3 +1,4 @@
+from collections.abc import Mapping
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,20 @@ from service.metrics import MISS_REASONS, STAGES, STATUSES, Metrics, render
 
 P = "vision_sidecar_"
 ROUTES = ("/embed", "/info")
+
+
+def stats(
+    device: str,
+    num_images: int = 1,
+    num_tokens: int = 64,
+    *,
+    hits: int = 0,
+    misses: Mapping[str, int] = {},
+    replays: Mapping[int, int] = {},
+    padding_tokens: int = 0,
+    busy_s: float = 0.1,
+) -> BatchStats:
+    return BatchStats(device, num_images, num_tokens, hits, misses, replays, padding_tokens, busy_s)
 
 
 class Board:
@@ -61,13 +76,15 @@ def test_label_sets_are_closed_and_start_at_0(board: Board) -> None:
 
 def test_using_the_metrics_adds_no_series(board: Board) -> None:
     board.metrics.add_device("cuda:0")
+    board.metrics.set_graphs("cuda:0", [64, 128], memory_bytes=1, capture_seconds=0.5)
     before = board.series()
     board.metrics.set_device_up("cuda:0", True)
     board.metrics.observe_request("/embed", 200, 0.1)
     board.metrics.observe_request("/nowhere", 418, 0.1)
     board.metrics.observe_stage("decode", 0.1)
     board.metrics.count_error("invalid_image")
-    board.metrics.observe_batch("cuda:0", BatchStats(1, 64, 0, {"oversize": 1}, 0.1))
+    board.metrics.observe_batch(stats("cuda:0", misses={"oversize": 1}))
+    board.metrics.observe_batch(stats("cuda:0", hits=1, replays={64: 1}))
     assert board.series() == before
 
 
@@ -83,6 +100,10 @@ def test_names_are_those_of_the_contract(board: Board) -> None:
         "image_tokens": "counter",
         "encoder_cudagraph_hits": "counter",
         "encoder_cudagraph_misses": "counter",
+        "encoder_cudagraph_replays": "counter",
+        "encoder_padding_tokens": "counter",
+        "encoder_cudagraph_memory_bytes": "gauge",
+        "encoder_cudagraph_capture_seconds": "gauge",
         "device_busy_seconds": "counter",
         "device_up": "gauge",
         "batch_images": "histogram",
@@ -149,16 +170,40 @@ def test_device_starts_at_0_when_it_is_added(board: Board) -> None:
     assert board("device_up", device="cuda:0") == 0
 
 
+def test_replays_start_at_0_for_the_budgets_that_were_captured(board: Board) -> None:
+    for device in ("cuda:0", "cuda:1"):
+        board.metrics.add_device(device)
+        assert board("encoder_cudagraph_memory_bytes", device=device) == 0
+        assert board("encoder_cudagraph_capture_seconds", device=device) == 0
+    assert P + "encoder_cudagraph_replays_total" not in board.series()
+    board.metrics.set_graphs("cuda:0", [64, 72], memory_bytes=2**30, capture_seconds=1.5)
+    board.metrics.set_graphs("cuda:1", [], memory_bytes=0, capture_seconds=0)
+    assert board.series()[P + "encoder_cudagraph_replays_total"] == {
+        (("budget", budget), ("device", "cuda:0")) for budget in ("64", "72")
+    }
+    assert board("encoder_cudagraph_replays_total", device="cuda:0", budget="72") == 0
+    assert board("encoder_cudagraph_memory_bytes", device="cuda:0") == 2**30
+    assert board("encoder_cudagraph_capture_seconds", device="cuda:0") == 1.5
+
+
 def test_batches_are_recorded_by_device(board: Board) -> None:
     for device in ("cuda:0", "cuda:1"):
         board.metrics.add_device(device)
-    board.metrics.observe_batch("cuda:1", BatchStats(5, 700, 2, {"oversize": 1, "disabled": 2}, 0.25))
-    board.metrics.observe_batch("cuda:0", BatchStats(1, 64, 1, {}, 0.5))
+        board.metrics.set_graphs(device, [64, 128], memory_bytes=1, capture_seconds=1)
+    misses = {"oversize": 1, "disabled": 2}
+    board.metrics.observe_batch(
+        stats("cuda:1", 5, 700, hits=2, misses=misses, replays={128: 1}, padding_tokens=9, busy_s=0.25)
+    )
+    board.metrics.observe_batch(stats("cuda:0", hits=1, replays={64: 1}, padding_tokens=3, busy_s=0.5))
     assert (board("images_total"), board("image_tokens_total")) == (6, 764)
     assert board("encoder_cudagraph_hits_total", device="cuda:1") == 2
     assert board("encoder_cudagraph_misses_total", device="cuda:1", reason="oversize") == 1
     assert board("encoder_cudagraph_misses_total", device="cuda:1", reason="disabled") == 2
     assert board("encoder_cudagraph_misses_total", device="cuda:1", reason="error") == 0
+    assert board("encoder_cudagraph_replays_total", device="cuda:1", budget="128") == 1
+    assert board("encoder_cudagraph_replays_total", device="cuda:1", budget="64") == 0
+    assert board("encoder_cudagraph_replays_total", device="cuda:0", budget="64") == 1
+    assert board("encoder_padding_tokens_total") == 12
     assert board("device_busy_seconds_total", device="cuda:1") == 0.25
     assert board("device_busy_seconds_total", device="cuda:0") == 0.5
     assert (board("batch_images_sum"), board("batch_images_count")) == (6, 2)
@@ -173,9 +218,11 @@ def test_what_is_not_in_a_list_is_a_programming_error(board: Board) -> None:
     with pytest.raises(AssertionError, match="oops"):
         board.metrics.count_error(cast(Any, "oops"))
     with pytest.raises(AssertionError, match="bad luck"):
-        board.metrics.observe_batch("cpu", BatchStats(1, 64, 0, {"bad luck": 1}, 0.1))
+        board.metrics.observe_batch(stats("cpu", misses={"bad luck": 1}))
     with pytest.raises(AssertionError, match="differ"):
-        board.metrics.observe_batch("cpu", BatchStats(2, 64, 0, {"error": 1}, 0.1))
+        board.metrics.observe_batch(stats("cpu", 2, misses={"error": 1}))
+    with pytest.raises(AssertionError, match="unknown budget"):
+        board.metrics.observe_batch(stats("cpu", hits=1, replays={64: 1}))
     assert board("images_total") == 0
 
 

@@ -50,7 +50,7 @@ class Source:
     def submit(self, items: Sequence[EncodeItem]) -> Future[BatchResult]:
         self.submitted.append(list(items))
         future: Future[BatchResult] = Future()
-        future.set_result(self.encoder.run(items))
+        future.set_result(self.encoder.launch(items).wait())
         return future
 
 

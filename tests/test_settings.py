@@ -1,4 +1,7 @@
-import argparse
+"""What the settings mean and which contradict each other."""
+
+from __future__ import annotations
+
 import os
 from pathlib import Path
 from typing import Any
@@ -6,7 +9,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from service.settings import ENV_PREFIX, Settings, SettingsError, add_arguments, parse_settings
+from models import CudaGraphSettings
+from service.arguments import SettingsError, parse_settings
+from service.settings import Settings
+from tests.conftest import only
 
 DEFAULTS: dict[str, Any] = {
     "host": "127.0.0.1",
@@ -17,7 +23,12 @@ DEFAULTS: dict[str, Any] = {
     "revision": None,
     "dtype": "auto",
     "device": "auto",
+    "data_parallel_size": 1,
     "mm_encoder_attn_backend": "auto",
+    "cudagraph_mm_encoder": None,
+    "encoder_cudagraph_token_budgets": (),
+    "encoder_cudagraph_budget_steps": CudaGraphSettings().budget_steps,
+    "encoder_cudagraph_max_images_per_batch": 0,
     "min_pixels": None,
     "max_pixels": None,
     "max_body_bytes": 67_108_864,
@@ -29,129 +40,83 @@ DEFAULTS: dict[str, Any] = {
     "decode_threads": len(os.sched_getaffinity(0)),
     "shutdown_grace_s": 35.0,
 }
-# For each setting a value other than its default.
-OTHERS = {
-    "host": "0.0.0.0",
-    "port": "0",
-    "log_level": "debug",
-    "model": "Qwen/Qwen3-VL-8B-Instruct",
-    "served_model_name": "eyes",
-    "revision": "v1",
-    "dtype": "bfloat16",
-    "device": "cuda:1",
-    "mm_encoder_attn_backend": "FLASH_ATTN",
-    "min_pixels": "1024",
-    "max_pixels": "2048",
-    "max_body_bytes": "30000000",
-    "max_image_bytes": "1000",
-    "max_image_pixels": "1001",
-    "max_images_per_request": "2",
-    "max_request_tokens": "3",
-    "body_timeout_s": "0.5",
-    "decode_threads": "5",
-    "shutdown_grace_s": "1.5",
-}
-# What some of them need beside them.
-COMPANIONS = {"revision": ["--model", "some/model"]}
 
 
 def test_defaults_are_those_of_the_contract() -> None:
     assert parse_settings([], {}).model_dump() == DEFAULTS
 
 
-def test_tables_of_this_test_are_complete() -> None:
-    assert list(DEFAULTS) == list(OTHERS) == list(Settings.model_fields)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("spelling", ["flag", "flag=", "underscores", "variable"])
-def test_every_setting_is_a_flag_and_a_variable(name: str, spelling: str) -> None:
-    value = OTHERS[name]
-    flag = "--" + name.replace("_", "-")
-    argv = {
-        "flag": [flag, value],
-        "flag=": [f"{flag}={value}"],
-        "underscores": [f"--{name}", value],
-        "variable": [],
-    }
-    environ = {ENV_PREFIX + name.upper(): value} if spelling == "variable" else {}
-    settings = parse_settings([*argv[spelling], *COMPANIONS.get(name, [])], environ)
-    expected = type(getattr(settings, name))(value)
-    assert getattr(settings, name) == expected != DEFAULTS[name]
-
-
-def test_flags_win_over_variables() -> None:
-    environ = {
-        "VISION_SIDECAR_PORT": "1",
-        "VISION_SIDECAR_HOST": "::1",
-        "PORT": "7",
-        "VISION_SIDECARPORT": "8",
-    }
-    settings = parse_settings(["--port", "2"], environ)
-    assert (settings.port, settings.host) == (2, "::1")
-
-
-def test_empty_variable_counts_as_not_set() -> None:
-    assert parse_settings(
-        [], {"VISION_SIDECAR_MIN_PIXELS": "", "VISION_SIDECAR_MODEL": ""}
-    ) == parse_settings([], {})
-
-
-def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_ignored() -> None:
-    environ = {
-        "VISION_SIDECAR_SERVICE_HOST": "10.0.0.1",
-        "VISION_SIDECAR_SERVICE_PORT": "8080",
-        "VISION_SIDECAR_SERVICE_PORT_HTTP": "8080",
-        "VISION_SIDECAR_PORT": "tcp://10.0.0.1:8080",
-        "VISION_SIDECAR_PORT_8080_TCP": "tcp://10.0.0.1:8080",
-        "VISION_SIDECAR_PORT_8080_TCP_ADDR": "10.0.0.1",
-        "VISION_SIDECAR_PORT_8080_TCP_PORT": "8080",
-        "VISION_SIDECAR_PORT_8080_TCP_PROTO": "tcp",
-    }
-    assert parse_settings([], environ) == parse_settings([], {})
+BUDGETS = ["--encoder-cudagraph-token-budgets", "64,128"]
+STEPS = ["--encoder-cudagraph-budget-steps", "8"]
+MAX_IMAGES = ["--encoder-cudagraph-max-images-per-batch", "4"]
+ON, OFF = ["--cudagraph-mm-encoder"], ["--no-cudagraph-mm-encoder"]
+CPU = ["--device", "cpu"]
+SDPA = ["--mm-encoder-attn-backend", "TORCH_SDPA"]
 
 
 @pytest.mark.parametrize(
-    ("argv", "environ", "parts"),
+    ("argv", "parts"),
     [
-        (["--prot", "1"], {}, ["--prot", "did you mean --port?"]),
-        (["--max-body-byte=1"], {}, ["--max-body-byte;", "did you mean --max-body-bytes?"]),
-        (["--por", "1"], {}, ["--por"]),  # no abbreviations
-        (["extra"], {}, ["extra"]),
-        (["--port"], {}, ["--port", "expected one argument"]),
-        ([], {"VISION_SIDECAR_PROT": "1"}, ["VISION_SIDECAR_PROT", "did you mean VISION_SIDECAR_PORT?"]),
-        ([], {"VISION_SIDECAR_port": "1"}, ["VISION_SIDECAR_port"]),
-        ([], {"VISION_SIDECAR_ZZZZ": ""}, ["VISION_SIDECAR_ZZZZ"]),
-        (["--port", "x"], {"VISION_SIDECAR_PORT": "1"}, ["--port: 'x'", "integer"]),
-        ([], {"VISION_SIDECAR_PORT": "x"}, ["VISION_SIDECAR_PORT: 'x'", "integer"]),
-        (["--port", "65536"], {}, ["--port: '65536'", "65535"]),
-        (["--port", "-1"], {}, ["--port: '-1'", "greater than or equal to 0"]),
-        (["--dtype", "int8"], {}, ["--dtype: 'int8'", "'auto', 'float32', 'float16' or 'bfloat16'"]),
-        (["--log-level", "INFO"], {}, ["--log-level: 'INFO'", "'info'"]),
-        (["--device", "tpu"], {}, ["--device: 'tpu'", "auto|cpu|cuda"]),
-        (["--mm-encoder-attn-backend", "xformers"], {}, ["--mm-encoder-attn-backend", "TORCH_SDPA"]),
-        (["--min-pixels", "0"], {}, ["--min-pixels: '0'", "greater than or equal to 1"]),
-        (["--max-image-pixels", "1.5"], {}, ["--max-image-pixels: '1.5'", "integer"]),
-        (["--decode-threads", "0"], {}, ["--decode-threads: '0'", "1"]),
-        (["--body-timeout-s", "0"], {}, ["--body-timeout-s: '0'", "greater than 0"]),
-        (["--body-timeout-s", "inf"], {}, ["--body-timeout-s: 'inf'", "finite"]),
-        (["--shutdown-grace-s", "nan"], {}, ["--shutdown-grace-s: 'nan'"]),
-        (["--host", ""], {}, ["--host: ''"]),
-        (["--max-body-bytes", "5"], {}, ["--max-image-bytes 20971520", "--max-body-bytes 5"]),
-        (["--min-pixels", "9", "--max-pixels", "8"], {}, ["--min-pixels 9", "--max-pixels 8"]),
-        (["--revision", "v1"], {}, ["--revision v1", "--model", "demo"]),
-        (["--revision", "v1", "--model", "./folder"], {}, ["--revision v1", "--model", "./folder"]),
+        (["--max-body-bytes", "5"], ["--max-image-bytes 20971520", "--max-body-bytes 5"]),
+        (["--min-pixels", "9", "--max-pixels", "8"], ["--min-pixels 9", "--max-pixels 8"]),
+        (["--revision", "v1"], ["--revision v1", "--model", "demo"]),
+        (["--revision", "v1", "--model", "./folder"], ["--revision v1", "--model", "./folder"]),
+        (["--data-parallel-size", "2", "--device", "cuda:0"], ["--data-parallel-size 2", "--device cuda:0"]),
+        ([*BUDGETS, *OFF], [BUDGETS[0], "--cudagraph-mm-encoder false"]),
+        ([*STEPS, *OFF], [STEPS[0], "--cudagraph-mm-encoder false"]),
+        ([*MAX_IMAGES, *OFF], [MAX_IMAGES[0], "--cudagraph-mm-encoder false"]),
+        ([*ON, *CPU], [ON[0], "--device cpu"]),
+        ([*BUDGETS, *CPU], [BUDGETS[0], "--device cpu"]),
+        ([*STEPS, *CPU], [STEPS[0], "--device cpu"]),
+        ([*ON, *SDPA], [ON[0], "--mm-encoder-attn-backend TORCH_SDPA"]),
+        ([*MAX_IMAGES, *SDPA], [MAX_IMAGES[0], "--mm-encoder-attn-backend TORCH_SDPA"]),
+        ([*BUDGETS, *STEPS], [BUDGETS[0], STEPS[0]]),
+        ([*BUDGETS, MAX_IMAGES[0], "65"], [f"{MAX_IMAGES[0]} 65", "smallest", BUDGETS[0], "64"]),
     ],
 )
-def test_bad_settings_are_refused_in_one_line(
-    argv: list[str], environ: dict[str, str], parts: list[str]
-) -> None:
+def test_contradictions_are_refused_in_one_line_that_names_both(argv: list[str], parts: list[str]) -> None:
     with pytest.raises(SettingsError) as caught:
-        parse_settings(argv, environ)
-    message = str(caught.value)
-    assert "\n" not in message
+        parse_settings(argv, {})
+    assert "\n" not in str(caught.value)
     for text in parts:
-        assert text in message
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [*OFF, *CPU, *SDPA],
+        [*CPU, *SDPA, "--data-parallel-size", "4"],
+        [*ON, *BUDGETS, MAX_IMAGES[0], "64"],
+        [*ON, *STEPS, *MAX_IMAGES, "--mm-encoder-attn-backend", "FLASH_ATTN_4", "--data-parallel-size", "8"],
+        ["--data-parallel-size", "1", "--device", "cuda:1"],
+        ["--data-parallel-size", "2", "--device", "cuda"],
+        [*OFF, "--encoder-cudagraph-token-budgets", "", MAX_IMAGES[0], "0"],
+    ],
+)
+def test_what_goes_together_is_taken(argv: list[str]) -> None:
+    parse_settings(argv, {})
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        ([], None),
+        (OFF, None),
+        (["--data-parallel-size", "2"], None),
+        (ON, "--cudagraph-mm-encoder"),
+        (BUDGETS, "--encoder-cudagraph-token-budgets"),
+        (STEPS, "--encoder-cudagraph-budget-steps"),
+        (MAX_IMAGES, "--encoder-cudagraph-max-images-per-batch"),
+    ],
+)
+def test_who_asks_for_graphs(argv: list[str], flag: str | None) -> None:
+    assert parse_settings(argv, {}).asks_for_graphs == flag
+
+
+def test_a_changed_setting_leaves_the_others_unset(settings: Settings) -> None:
+    changed = only(settings, encoder_cudagraph_token_budgets=[64])
+    assert changed.encoder_cudagraph_token_budgets == (64,)
 
 
 def test_equal_limits_are_no_contradiction() -> None:
@@ -195,25 +160,3 @@ def test_served_name_of_a_relative_folder_has_no_path(
 
 def test_served_name_can_be_set() -> None:
     assert parse_settings(["--served-model-name", "eyes", "--model", "/a/b"], {}).served_name == "eyes"
-
-
-def test_help_explains_every_flag_with_default_and_variable() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    text = " ".join(parser.format_help().split())
-    for name, field in Settings.model_fields.items():
-        assert "--" + name.replace("_", "-") in text
-        assert f"({ENV_PREFIX}{name.upper()})" in text
-        assert field.description is not None
-        assert " ".join(field.description.split()) in text
-    assert "largest request body in bytes [67108864]" in text
-    assert "[the checkpoint's]" in text
-    assert "None" not in text
-    assert "--max_body_bytes" not in text
-
-
-def test_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        parse_settings(["--help"], {})
-    assert caught.value.code == 0
-    assert "--max-body-bytes" in capsys.readouterr().out

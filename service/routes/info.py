@@ -7,7 +7,7 @@ import time
 from fastapi import APIRouter, Request, Response
 
 from service.engine import Engine, dtype_name
-from service.schemas import Info, Limits, ModelCard, ModelList, Preprocessing, error_responses
+from service.schemas import CudaGraphs, Info, Limits, ModelCard, ModelList, Preprocessing, error_responses
 from service.settings import Settings
 
 INFO = "/info"
@@ -30,7 +30,7 @@ def add_routes(router: APIRouter, settings: Settings, engine: Engine, version: s
     router.add_api_route(
         INFO,
         info,
-        summary="The model, its dimensions, limits and preprocessing",
+        summary="The model, its dimensions, limits, graph budgets, preprocessing and devices",
         responses={200: {"model": Info}, **error_responses(503)},
         tags=["model"],
     )
@@ -46,14 +46,20 @@ def add_routes(router: APIRouter, settings: Settings, engine: Engine, version: s
 def _info(settings: Settings, engine: Engine, version: str) -> Info:
     encoder = engine.encoder
     config = encoder.preprocessor.config
+    graphs = encoder.graphs
     return Info(
         model=settings.served_name,
         demo=settings.model == "demo",
         revision=encoder.revision,
         fingerprint=encoder.fingerprint,
         dtype=dtype_name(encoder.dtype),
-        device=str(encoder.device),
+        devices=engine.devices,
         attn_backend=encoder.attn_backend,
+        encoder_cudagraph=CudaGraphs(
+            enabled=bool(graphs.graphs),
+            token_budgets=tuple(sorted(graphs.graphs)),
+            max_images_per_batch=graphs.max_images if graphs.graphs else 0,
+        ),
         hidden_size=encoder.hidden_size,
         width=encoder.width,
         num_deepstack=encoder.num_deepstack,

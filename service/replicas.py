@@ -1,0 +1,52 @@
+"""From the settings to replicas that are loading: which devices, and which graphs on them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from models import CudaGraphSettings, ModelError, Replica, ReplicaGroup, VisionEncoder, replica_devices
+from service.settings import Settings
+
+
+def load_replicas(settings: Settings) -> ReplicaGroup:
+    """Replicas of the model that the settings name, each loading in its own thread.
+
+    Raises `ModelError` where the devices that they ask for are not here.
+    """
+    devices = replica_devices(settings.device, settings.data_parallel_size)
+    load = partial(
+        VisionEncoder.from_pretrained,
+        settings.model,
+        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
+        revision=settings.revision,
+        attn_backend=settings.mm_encoder_attn_backend,
+        min_pixels=settings.min_pixels,
+        max_pixels=settings.max_pixels,
+    )
+    return ReplicaGroup(
+        [
+            Replica(name, partial(load, device=device, cuda_graphs=graph_settings(settings, device)))
+            for name, device in devices.items()
+        ]
+    )
+
+
+def graph_settings(settings: Settings, device: torch.device) -> CudaGraphSettings | None:
+    """How to capture graphs on that device; None: run eagerly.
+
+    Raises `ModelError` where the settings ask for graphs and the device has none.
+    """
+    if device.type != "cuda":
+        if settings.asks_for_graphs:
+            raise ModelError(f"{settings.asks_for_graphs} needs CUDA graphs, and no CUDA device is here")
+        return None
+    if settings.cudagraph_mm_encoder is False:
+        return None
+    return CudaGraphSettings(
+        token_budgets=settings.encoder_cudagraph_token_budgets,
+        budget_steps=settings.encoder_cudagraph_budget_steps,
+        max_images_per_batch=settings.encoder_cudagraph_max_images_per_batch,
+        required=settings.asks_for_graphs is not None,
+    )

@@ -1,0 +1,199 @@
+"""How an operator writes the settings: flags, environment variables, help."""
+
+from __future__ import annotations
+
+import pytest
+
+from service.arguments import ENV_PREFIX, SettingsError, parse_settings
+from service.settings import Settings
+
+# For each setting a value other than its default.
+OTHERS = {
+    "host": "0.0.0.0",
+    "port": "0",
+    "log_level": "debug",
+    "model": "Qwen/Qwen3-VL-8B-Instruct",
+    "served_model_name": "eyes",
+    "revision": "v1",
+    "dtype": "bfloat16",
+    "device": "cuda:1",
+    "data_parallel_size": "2",
+    "mm_encoder_attn_backend": "FLASH_ATTN_4",
+    "cudagraph_mm_encoder": "true",
+    "encoder_cudagraph_token_budgets": "64,100,4096",
+    "encoder_cudagraph_budget_steps": "3",
+    "encoder_cudagraph_max_images_per_batch": "5",
+    "min_pixels": "1024",
+    "max_pixels": "2048",
+    "max_body_bytes": "30000000",
+    "max_image_bytes": "1000",
+    "max_image_pixels": "1001",
+    "max_images_per_request": "2",
+    "max_request_tokens": "3",
+    "body_timeout_s": "0.5",
+    "decode_threads": "5",
+    "shutdown_grace_s": "1.5",
+}
+# What those are that `type(…)(value)` does not tell.
+VALUES = {"cudagraph_mm_encoder": True, "encoder_cudagraph_token_budgets": (64, 100, 4096)}
+# What some of them need beside them.
+COMPANIONS = {"revision": ["--model", "some/model"]}
+
+
+def test_tables_of_this_test_are_complete() -> None:
+    assert list(OTHERS) == list(Settings.model_fields)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("spelling", ["flag", "flag=", "underscores", "variable"])
+def test_every_setting_is_a_flag_and_a_variable(name: str, spelling: str) -> None:
+    value = OTHERS[name]
+    flag = "--" + name.replace("_", "-")
+    argv = {
+        "flag": [flag, value],
+        "flag=": [f"{flag}={value}"],
+        "underscores": [f"--{name}", value],
+        "variable": [],
+    }
+    environ = {ENV_PREFIX + name.upper(): value} if spelling == "variable" else {}
+    settings = parse_settings([*argv[spelling], *COMPANIONS.get(name, [])], environ)
+    expected = VALUES.get(name) or type(getattr(settings, name))(value)
+    assert getattr(settings, name) == expected != getattr(Settings(), name)
+
+
+def test_flags_win_over_variables() -> None:
+    environ = {
+        "VISION_SIDECAR_PORT": "1",
+        "VISION_SIDECAR_HOST": "::1",
+        "PORT": "7",
+        "VISION_SIDECARPORT": "8",
+    }
+    settings = parse_settings(["--port", "2"], environ)
+    assert (settings.port, settings.host) == (2, "::1")
+
+
+def test_empty_variable_counts_as_not_set() -> None:
+    assert parse_settings(
+        [], {"VISION_SIDECAR_MIN_PIXELS": "", "VISION_SIDECAR_MODEL": ""}
+    ) == parse_settings([], {})
+
+
+def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_ignored() -> None:
+    environ = {
+        "VISION_SIDECAR_SERVICE_HOST": "10.0.0.1",
+        "VISION_SIDECAR_SERVICE_PORT": "8080",
+        "VISION_SIDECAR_SERVICE_PORT_HTTP": "8080",
+        "VISION_SIDECAR_PORT": "tcp://10.0.0.1:8080",
+        "VISION_SIDECAR_PORT_8080_TCP": "tcp://10.0.0.1:8080",
+        "VISION_SIDECAR_PORT_8080_TCP_ADDR": "10.0.0.1",
+        "VISION_SIDECAR_PORT_8080_TCP_PORT": "8080",
+        "VISION_SIDECAR_PORT_8080_TCP_PROTO": "tcp",
+    }
+    assert parse_settings([], environ) == parse_settings([], {})
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "parts"),
+    [
+        (["--prot", "1"], {}, ["--prot", "did you mean --port?"]),
+        (["--max-body-byte=1"], {}, ["--max-body-byte;", "did you mean --max-body-bytes?"]),
+        (["--por", "1"], {}, ["--por"]),  # no abbreviations
+        (["extra"], {}, ["extra"]),
+        (["--port"], {}, ["--port", "expected one argument"]),
+        ([], {"VISION_SIDECAR_PROT": "1"}, ["VISION_SIDECAR_PROT", "did you mean VISION_SIDECAR_PORT?"]),
+        ([], {"VISION_SIDECAR_port": "1"}, ["VISION_SIDECAR_port"]),
+        ([], {"VISION_SIDECAR_ZZZZ": ""}, ["VISION_SIDECAR_ZZZZ"]),
+        (["--port", "x"], {"VISION_SIDECAR_PORT": "1"}, ["--port: 'x'", "integer"]),
+        ([], {"VISION_SIDECAR_PORT": "x"}, ["VISION_SIDECAR_PORT: 'x'", "integer"]),
+        (["--port", "65536"], {}, ["--port: '65536'", "65535"]),
+        (["--port", "-1"], {}, ["--port: '-1'", "greater than or equal to 0"]),
+        (["--dtype", "int8"], {}, ["--dtype: 'int8'", "'auto', 'float32', 'float16' or 'bfloat16'"]),
+        (["--log-level", "INFO"], {}, ["--log-level: 'INFO'", "'info'"]),
+        (["--device", "tpu"], {}, ["--device: 'tpu'", "auto|cpu|cuda"]),
+        (["--mm-encoder-attn-backend", "xformers"], {}, ["--mm-encoder-attn-backend", "TORCH_SDPA"]),
+        (["--min-pixels", "0"], {}, ["--min-pixels: '0'", "greater than or equal to 1"]),
+        (["--max-image-pixels", "1.5"], {}, ["--max-image-pixels: '1.5'", "integer"]),
+        (["--decode-threads", "0"], {}, ["--decode-threads: '0'", "1"]),
+        (["--body-timeout-s", "0"], {}, ["--body-timeout-s: '0'", "greater than 0"]),
+        (["--body-timeout-s", "inf"], {}, ["--body-timeout-s: 'inf'", "finite"]),
+        (["--shutdown-grace-s", "nan"], {}, ["--shutdown-grace-s: 'nan'"]),
+        (["--host", ""], {}, ["--host: ''"]),
+        (["--data-parallel-size", "0"], {}, ["--data-parallel-size: '0'", "1"]),
+        (["--encoder-cudagraph-token-budgets", "64,x"], {}, ["-token-budgets: 'x'", "integer"]),
+        (["--encoder-cudagraph-token-budgets", "64,,2"], {}, ["-token-budgets: ''", "integer"]),
+        (["--encoder-cudagraph-token-budgets", "64,0"], {}, ["-token-budgets: '0'", "greater"]),
+        (["--encoder-cudagraph-budget-steps", "0"], {}, ["--encoder-cudagraph-budget-steps: '0'", "1"]),
+        (["--encoder-cudagraph-max-images-per-batch", "-1"], {}, ["-max-images-per-batch: '-1'", "0"]),
+        (["--cudagraph-mm-encoder=maybe"], {}, ["--cudagraph-mm-encoder: 'maybe'", "boolean"]),
+        (["--cudagraph-mm-encoder", "extra"], {}, ["--cudagraph-mm-encoder: 'extra'", "boolean"]),
+        (["--no-cudagraph-mm-encoder=true"], {}, ["--no-cudagraph-mm-encoder", "true"]),
+        ([], {"VISION_SIDECAR_NO_CUDAGRAPH_MM_ENCODER": "1"}, ["VISION_SIDECAR_NO_CUDAGRAPH_MM_ENCODER"]),
+    ],
+)
+def test_bad_settings_are_refused_in_one_line(
+    argv: list[str], environ: dict[str, str], parts: list[str]
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_settings(argv, environ)
+    message = str(caught.value)
+    assert "\n" not in message
+    for text in parts:
+        assert text in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "variable", "expected"),
+    [
+        ([], "", None),
+        (["--cudagraph-mm-encoder"], "", True),
+        (["--cudagraph-mm-encoder=true"], "", True),
+        (["--cudagraph-mm-encoder=false"], "", False),
+        (["--cudagraph-mm-encoder", "false"], "", False),
+        (["--cudagraph-mm-encoder", "--port", "1"], "", True),
+        (["--no-cudagraph-mm-encoder"], "", False),
+        (["--no_cudagraph_mm_encoder"], "true", False),
+        (["--cudagraph_mm_encoder=1"], "false", True),
+        (["--no-cudagraph-mm-encoder", "--cudagraph-mm-encoder"], "", True),
+        ([], "true", True),
+        ([], "1", True),
+        ([], "false", False),
+        ([], "0", False),
+        ([], "False", False),
+    ],
+)
+def test_a_switch_can_be_written_in_several_ways(
+    argv: list[str], variable: str, expected: bool | None
+) -> None:
+    settings = parse_settings(argv, {"VISION_SIDECAR_CUDAGRAPH_MM_ENCODER": variable})
+    assert settings.cudagraph_mm_encoder is expected
+
+
+@pytest.mark.parametrize(
+    ("text", "budgets"), [("", ()), (" ", ()), ("64", (64,)), ("64, 128 ,4096", (64, 128, 4096))]
+)
+def test_a_list_is_separated_by_commas(text: str, budgets: tuple[int, ...]) -> None:
+    assert parse_settings([f"--encoder-cudagraph-token-budgets={text}"], {}) == Settings(
+        encoder_cudagraph_token_budgets=budgets
+    )
+
+
+def test_help_explains_every_flag_with_default_and_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as caught:
+        parse_settings(["--help"], {})
+    assert caught.value.code == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for name, field in Settings.model_fields.items():
+        assert "--" + name.replace("_", "-") in text
+        assert f"({ENV_PREFIX}{name.upper()})" in text
+        assert field.description is not None
+        assert " ".join(field.description.split()) in text
+    assert "largest request body in bytes [67108864]" in text
+    assert "[the checkpoint's]" in text
+    assert "--no-cudagraph-mm-encoder the same as --cudagraph-mm-encoder=false" in text
+    assert "[()]" not in text
+    assert "None" not in text
+    assert "--max_body_bytes" not in text
+    assert "--no_cudagraph" not in text
