@@ -8,7 +8,7 @@ from models.errors import ModelError
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """The device of that name; `auto` is the first GPU, else the CPU. Raises `ModelError` if it is missing."""
+    """The device of that name; `auto` is the first GPU, else the CPU. `ModelError` if it is not here."""
     if device == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:

@@ -123,7 +123,8 @@ def wait_until_unready(url: str) -> httpx.Response:
 
 
 def test_serves_and_stops_with_0_after_what_was_in_flight(start: Callable[..., Process]) -> None:
-    process = start().ready()
+    process = start("--data-parallel-size", "2").ready()
+    assert "on cpu:0, cpu:1" in process.log[-1]
     answer = httpx.post(f"{process.url}/embed", content=encode_image(), headers={"content-type": "image/png"})
     assert answer.status_code == 200
     assert "server" not in answer.headers
@@ -176,6 +177,14 @@ def test_a_model_that_cannot_be_loaded_exits_with_1_and_one_line(
     assert f"cannot load model {tmp_path.name}: " in line
 
 
+def test_a_device_that_is_not_here_exits_with_1_and_one_line(start: Callable[..., Process]) -> None:
+    process = start("--device", "cuda:99", "--log-level", "error")
+    assert process.exit_code() == 1
+    [line] = process.log
+    assert LINE.fullmatch(line)
+    assert "cannot load model demo: device 'cuda:99' is not here" in line
+
+
 def test_a_signal_while_loading_is_not_kept_waiting(start: Callable[..., Process], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")  # reading it never ends
     process = start("--model", str(tmp_path)).listening()
@@ -200,6 +209,8 @@ def test_a_bad_setting_is_one_line_and_2(
     out, err = capsys.readouterr()
     assert out == ""
     assert re.fullmatch(r"vision-sidecar: --port.*'many'.*\n", err)
+    assert main(["serve", "--device=cpu", "--cudagraph-mm-encoder"]) == 2
+    assert re.fullmatch(r"vision-sidecar: --cudagraph-mm-encoder .*--device cpu.*\n", capsys.readouterr().err)
     monkeypatch.setenv("VISION_SIDECAR_PORTT", "1")
     assert main(["serve"]) == 2
     assert "VISION_SIDECAR_PORTT" in capsys.readouterr().err

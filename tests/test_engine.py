@@ -156,6 +156,13 @@ def test_a_lost_device_turns_every_request_away(start: Start, registry: Collecto
     assert registry.get_sample_value("vision_sidecar_ready") == 0
 
 
+def test_a_request_may_be_the_first_to_tell_of_a_lost_device(start: Start) -> None:
+    engine = start()
+    with pytest.raises(Unavailable), engine.admit():
+        raise DeviceError("fake", torch.AcceleratorError("illegal memory access"))
+    assert engine.state is State.FAILED
+
+
 def test_an_error_of_the_caller_stays_one_on_a_lost_device(start: Start, gate: threading.Event) -> None:
     engine = start(fail_late(gate))
     engine.submit(batch())

@@ -192,7 +192,7 @@ def test_batches_are_recorded_by_device(board: Board) -> None:
         board.metrics.set_graphs(device, [64, 128], memory_bytes=1, capture_seconds=1)
     misses = {"oversize": 1, "disabled": 2}
     board.metrics.observe_batch(
-        stats("cuda:1", 5, 700, hits=2, misses=misses, replays={128: 1}, padding_tokens=9, busy_s=0.25)
+        stats("cuda:1", 5, 700, hits=2, misses=misses, replays={128: 2}, padding_tokens=9, busy_s=0.25)
     )
     board.metrics.observe_batch(stats("cuda:0", hits=1, replays={64: 1}, padding_tokens=3, busy_s=0.5))
     assert (board("images_total"), board("image_tokens_total")) == (6, 764)
@@ -200,7 +200,7 @@ def test_batches_are_recorded_by_device(board: Board) -> None:
     assert board("encoder_cudagraph_misses_total", device="cuda:1", reason="oversize") == 1
     assert board("encoder_cudagraph_misses_total", device="cuda:1", reason="disabled") == 2
     assert board("encoder_cudagraph_misses_total", device="cuda:1", reason="error") == 0
-    assert board("encoder_cudagraph_replays_total", device="cuda:1", budget="128") == 1
+    assert board("encoder_cudagraph_replays_total", device="cuda:1", budget="128") == 2
     assert board("encoder_cudagraph_replays_total", device="cuda:1", budget="64") == 0
     assert board("encoder_cudagraph_replays_total", device="cuda:0", budget="64") == 1
     assert board("encoder_padding_tokens_total") == 12
