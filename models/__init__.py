@@ -1,17 +1,23 @@
 """The encoder and what goes around it. Knows tensors and nothing of requests."""
 
-from models.cudagraph import CudaGraphSettings, EncoderCudaGraphManager
+from models.config import VisionConfig
+from models.cudagraph import BudgetGraphMetadata, CudaGraphSettings, EncoderCudaGraphManager
+from models.demo import random_checkpoint
 from models.devices import replica_devices
 from models.encoder import VisionEncoder
 from models.errors import DeviceError, ModelError
 from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec
 from models.preprocess import AspectRatioError, Patches, PreprocessConfig, Preprocessor
+from models.protocol import SupportsEncoderCudaGraph
 from models.replica import Replica, ReplicaGroup
+from models.weights import Checkpoint, open_checkpoint
 
 __all__ = [
     "AspectRatioError",
     "BatchResult",
     "BatchStats",
+    "BudgetGraphMetadata",
+    "Checkpoint",
     "CudaGraphSettings",
     "DeviceError",
     "EncodeItem",
@@ -23,6 +29,10 @@ __all__ = [
     "Preprocessor",
     "Replica",
     "ReplicaGroup",
+    "SupportsEncoderCudaGraph",
+    "VisionConfig",
     "VisionEncoder",
+    "open_checkpoint",
+    "random_checkpoint",
     "replica_devices",
 ]

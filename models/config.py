@@ -1,7 +1,8 @@
 """Configuration out of a checkpoint's JSON files: of the vision transformer and of its image processor.
 
-Knows the names of files and fields; knows nothing of tensors, downloads or devices. Every value is read from
-the checkpoint: a missing one is an error that names it, never a guess.
+Knows the names of files and fields; knows nothing of tensors, downloads or devices. Values are the
+checkpoint's own. One that is missing is an error that names it, but for the few that published checkpoints
+leave to the defaults of transformers' classes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from models.preprocess import PreprocessConfig
 MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")  # as transformers reads them
 BICUBIC = 3  # Pillow's number, which image processor files use
+RESCALE_FACTOR = 1 / 255  # transformers' default; published files leave it out
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def read_preprocess_config(folder: Path, vision: VisionConfig) -> PreprocessConf
         max_pixels=longest,
         mean=_channel_values(raw, "image_mean", source, vision.in_channels),
         std=_channel_values(raw, "image_std", source, vision.in_channels),
-        rescale_factor=_number(raw, "rescale_factor", source),
+        rescale_factor=_number({"rescale_factor": RESCALE_FACTOR, **raw}, "rescale_factor", source),
     )
     here = (config.patch_size, config.temporal_patch_size, config.merge_size)
     there = (vision.patch_size, vision.temporal_patch_size, vision.spatial_merge_size)
@@ -190,28 +192,29 @@ def _pixel_limits(raw: Mapping[str, Any], source: str) -> tuple[int, int]:
     return limits
 
 
-def _positive_int(raw: Mapping[str, Any], name: str, source: str) -> int:
+def _required(raw: Mapping[str, Any], name: str, source: str) -> Any:
     value = raw.get(name)
     if value is None:
         raise ModelError(f"{source} has no {name}")
+    return value
+
+
+def _positive_int(raw: Mapping[str, Any], name: str, source: str) -> int:
+    value = _required(raw, name, source)
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ModelError(f"{source}.{name} {value!r} is not a positive whole number")
     return value
 
 
 def _number(raw: Mapping[str, Any], name: str, source: str) -> float:
-    value = raw.get(name)
-    if value is None:
-        raise ModelError(f"{source} has no {name}")
+    value = _required(raw, name, source)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ModelError(f"{source}.{name} {value!r} is not a number")
     return float(value)
 
 
 def _channel_values(raw: Mapping[str, Any], name: str, source: str, channels: int) -> tuple[float, ...]:
-    values = raw.get(name)
-    if values is None:
-        raise ModelError(f"{source} has no {name}")
+    values = _required(raw, name, source)
     if not isinstance(values, list) or len(values) != channels:
         raise ModelError(f"{source}.{name} {values!r} does not hold {channels} numbers")
     return tuple(_number({name: value}, name, source) for value in values)

@@ -108,6 +108,9 @@ class EncoderCudaGraphManager(Generic[Batch]):
             self.max_images = largest // smallest
         else:
             self.budgets, self.max_images = _resolve(settings, smallest, largest)
+        # No budget has slots for more images than it could hold.
+        self._slots = {budget: min(self.max_images, budget // smallest) for budget in self.budgets}
+        if settings is not None:
             self._capture_all()
             self._test_all()
 
@@ -161,7 +164,7 @@ class EncoderCudaGraphManager(Generic[Batch]):
             raise self._too_large(largest) from None
 
     def _capture(self, budget: int) -> BudgetGraphMetadata:
-        slots = min(self.max_images, max(1, budget // self._smallest))
+        slots = self._slots[budget]
         live = self._live.head(budget * self._config.input_rows_per_token, slots)
         output = self._output.narrow(self._config.output_token_axis, 0, budget)
         self._load(self.model.prepare_encoder_cudagraph_capture_inputs(budget, slots), live)
@@ -225,7 +228,7 @@ class EncoderCudaGraphManager(Generic[Batch]):
         Out of memory and errors before a launch fall back to an eager run; a fault of the device is raised.
         """
         num_tokens = self.model.get_encoder_cudagraph_per_item_output_tokens(batch)
-        packed = plan(num_tokens, self.budgets, self.max_images)
+        packed = plan(num_tokens, self._slots)
         counts = EncoderCounts()
         for budget, indices in packed.replays:
             part = self._part(batch, indices, len(num_tokens))

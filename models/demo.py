@@ -1,12 +1,13 @@
-"""The built-in demo model: a small vision transformer with seeded random weights.
+"""Seeded random weights: the built-in demo model, and the shapes of real checkpoints for benchmarks.
 
-It needs no download and runs on any machine. Its vectors mean nothing, but they are the same on every start.
+Neither needs a download. The vectors mean nothing, but they are the same on every start.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -45,7 +46,28 @@ PREPROCESS = PreprocessConfig(
 )
 
 
-class DemoTensors:
+_8B = replace(
+    VISION,
+    depth=27,
+    hidden_size=1152,
+    num_heads=16,
+    intermediate_size=4304,
+    out_hidden_size=4096,
+    deepstack_visual_indexes=(8, 16, 24),
+)
+_2B = replace(
+    VISION,
+    depth=24,
+    hidden_size=1024,
+    num_heads=16,
+    intermediate_size=4096,
+    out_hidden_size=2048,
+    deepstack_visual_indexes=(5, 11, 17),
+)
+SIZES = {"demo": VISION, "2B": _2B, "8B": _8B}
+
+
+class RandomTensors:
     """Random tensors of the given shapes; each depends on its name alone."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -71,4 +93,11 @@ class DemoTensors:
 
 def demo_checkpoint() -> Checkpoint:
     """The demo model."""
-    return Checkpoint(VISION, PREPROCESS, DemoTensors(checkpoint_shapes(VISION)), revision=None)
+    return Checkpoint(VISION, PREPROCESS, RandomTensors(checkpoint_shapes(VISION)), revision=None)
+
+
+def random_checkpoint(size: str) -> Checkpoint:
+    """Random weights with the shape and limits of a Qwen3-VL checkpoint. `KeyError` for an unknown size."""
+    vision = SIZES[size]
+    limits = replace(PREPROCESS, max_pixels=16777216)
+    return Checkpoint(vision, limits, RandomTensors(checkpoint_shapes(vision)), revision=None)

@@ -125,11 +125,16 @@ class VisionEncoder:
         return self.preprocessor(rgb)
 
     def encode(self, images: Sequence[Patches]) -> list[torch.Tensor]:
-        """All tokens of each image: [num_tokens, width] on the encoder's device, in its dtype."""
+        """All tokens of each image: [num_tokens, width] on the encoder's device, in its dtype.
+
+        Images of a sub-batch share one storage: clone before `torch.save`. Raises `ValueError` for patches
+        that are not of this model, and what the device raises.
+        """
         results: dict[int, torch.Tensor] = {}
 
         def keep(indices: Sequence[int], tokens: torch.Tensor) -> None:
-            rows = tokens.transpose(0, 1).flatten(1)  # [tokens, width], a copy
+            with torch.inference_mode(False), torch.no_grad():  # callers get ordinary tensors
+                rows = tokens.transpose(0, 1).flatten(1)  # [tokens, width], a copy
             lengths = [images[index].num_tokens for index in indices]
             results.update(zip(indices, rows.split(lengths), strict=True))
 
@@ -139,7 +144,7 @@ class VisionEncoder:
         return [results[index] for index in range(len(images))]
 
     def launch(self, items: Sequence[EncodeItem]) -> RunningBatch:
-        """Starts a batch and returns before the device has finished it."""
+        """Starts a batch and returns before the device has finished it. Raises as `encode` does."""
         images = self._checked([item.patches for item in items])
         with torch.inference_mode(), self.stream:
             running = RunningBatch(len(items), self.stream)
@@ -153,7 +158,7 @@ class VisionEncoder:
         return running
 
     def run(self, items: Sequence[EncodeItem]) -> BatchResult:
-        """Encodes a batch and brings what was asked for to the host."""
+        """Encodes a batch and brings what was asked for to the host. Raises as `encode` does."""
         return self.launch(items).wait()
 
     def _checked(self, images: Sequence[Patches]) -> Sequence[Patches]:

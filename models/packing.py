@@ -6,8 +6,7 @@ the spatial merge. Knows nothing of tensors, graphs or images.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
@@ -75,39 +74,32 @@ def check_max_images(max_images: int, budgets: Sequence[int], smallest_image: in
     return max_images
 
 
-def smallest_fitting_budget(num_tokens: int, budgets: Sequence[int]) -> int | None:
-    """The smallest of the ascending budgets that holds that many tokens, or None."""
-    place = bisect_left(budgets, num_tokens)
-    return budgets[place] if place < len(budgets) else None
-
-
-def plan(num_tokens: Sequence[int], budgets: Sequence[int], max_images: int) -> Plan:
+def plan(num_tokens: Sequence[int], slots: Mapping[int, int]) -> Plan:
     """Packs images greedily, smallest first, into sub-batches of the largest budget at most.
 
-    `num_tokens` are the output tokens of each image, `budgets` ascending. An image joins the sub-batch while
-    tokens and count stay within the limits; one larger than every budget is oversize.
+    `num_tokens` are the output tokens of each image; `slots` says for each budget, ascending, how many images
+    it takes. An image joins the sub-batch while tokens and count stay within the largest budget's limits; one
+    larger than every budget is oversize.
     """
-    largest = budgets[-1]
+    largest = max(slots)
+    most = slots[largest]
     order = sorted(range(len(num_tokens)), key=num_tokens.__getitem__)
     oversize = tuple(index for index in order if num_tokens[index] > largest)
-    replays: list[tuple[int, tuple[int, ...]]] = []
-    pack: list[int] = []
+    packs: list[list[int]] = []
     used = 0
-
-    def close() -> None:
-        budget = smallest_fitting_budget(used, budgets)
-        assert budget is not None, "a sub-batch never exceeds the largest budget"
-        replays.append((budget, tuple(pack)))
-
     for index in order[: len(order) - len(oversize)]:
-        if pack and (used + num_tokens[index] > largest or len(pack) == max_images):
-            close()
-            pack, used = [], 0
-        pack.append(index)
+        if not packs or used + num_tokens[index] > largest or len(packs[-1]) == most:
+            packs.append([])
+            used = 0
+        packs[-1].append(index)
         used += num_tokens[index]
-    if pack:
-        close()
-    return Plan(tuple(replays), oversize)
+    return Plan(tuple((_fit(pack, num_tokens, slots), tuple(pack)) for pack in packs), oversize)
+
+
+def _fit(pack: Sequence[int], num_tokens: Sequence[int], slots: Mapping[int, int]) -> int:
+    """The smallest budget that holds the tokens and the number of those images."""
+    total = sum(num_tokens[index] for index in pack)
+    return next(budget for budget, most in slots.items() if total <= budget and len(pack) <= most)
 
 
 def get_load_balance_assignment(

@@ -97,7 +97,7 @@ class _Slot:
     ) -> None:
         self.host = Buffers.allocate(config, num_rows, num_images, torch.device("cpu"), pinned=True)
         self.device = Buffers.allocate(config, num_rows, num_images, device, pinned=False)
-        self.uploaded = torch.cuda.Event()
+        self.uploaded = torch.cuda.Event(blocking=True)  # the host sleeps for it
         self.consumed = torch.cuda.Event()
 
 

@@ -40,7 +40,7 @@ class Mark:
         self._at = time.perf_counter()
         self._event = None
         if stream is not None:
-            self._event = torch.cuda.Event(enable_timing=True)
+            self._event = torch.cuda.Event(enable_timing=True, blocking=True)
             self._event.record(stream)
 
     def wait(self) -> None:

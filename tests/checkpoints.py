@@ -65,6 +65,17 @@ PROCESSOR: dict[str, Any] = {
     "size": {"longest_edge": 16777216, "shortest_edge": 65536},
     "temporal_patch_size": 2,
 }
+# As the published checkpoints have it: the rest is left to the defaults of transformers' class.
+SHORT_PROCESSOR: dict[str, Any] = {
+    "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "processor_class": "Qwen3VLProcessor",
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+}
 MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 

@@ -65,6 +65,21 @@ def test_a_pooled_vector_keeps_its_length_without_normalize(demo: VisionEncoder)
     assert relative_error(vector, demo.encode([patches])[0][:, :128].double().mean(0)) < 1e-6
 
 
+def test_the_mean_is_taken_in_float32() -> None:
+    encoder = VisionEncoder.from_pretrained("demo", device="cpu", dtype=torch.bfloat16)
+    pooled = OutputSpec(pooled=True, deepstack=False, dtype=torch.float32)
+    patches = images(encoder)
+    vectors = encoder.run([EncodeItem(image, pooled) for image in patches]).embeddings
+    for vector, tokens in zip(vectors, encoder.encode(patches), strict=True):
+        assert relative_error(vector, tokens[:, :128].double().mean(0)) < 1e-6
+
+
+def test_tokens_are_ordinary_tensors(demo: VisionEncoder) -> None:
+    tokens = demo.encode(images(demo))[0]
+    assert not tokens.is_inference()
+    tokens.mul_(2)
+
+
 def test_stats_count_images_and_tokens(demo: VisionEncoder) -> None:
     result = demo.run([EncodeItem(p, OutputSpec()) for p in images(demo)])
     [stats] = result.stats

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from models import ModelError, VisionEncoder
 from models.weights import INDEX_FILE, SINGLE_FILE, fingerprint, open_checkpoint
-from tests.checkpoints import PROCESSOR, build_model, save
+from tests.checkpoints import PROCESSOR, SHORT_PROCESSOR, build_model, save
 
 FC1 = "model.visual.blocks.1.mlp.linear_fc1.weight"
 
@@ -175,7 +175,6 @@ def test_a_configuration_that_cannot_be_served_is_named(
         ({"image_mean": ...}, "has no image_mean"),
         ({"image_mean": [0.5]}, "does not hold 3 numbers"),
         ({"image_std": [0.5, 0, 0.5]}, "image_std holds a zero"),
-        ({"rescale_factor": ...}, "has no rescale_factor"),
         ({"rescale_factor": "1/255"}, "is not a number"),
         ({"patch_size": 14}, "differ from config.json's"),
         ({"do_normalize": False}, "do_normalize False is not supported"),
@@ -190,6 +189,21 @@ def test_an_image_processor_that_cannot_be_served_is_named(
     edit_json(folder / "preprocessor_config.json", **changes)
     with pytest.raises(ModelError, match=message):
         load(folder)
+
+
+def test_the_image_processor_file_of_published_checkpoints_is_enough(folder: Path) -> None:
+    before = open_checkpoint(str(folder)).preprocess
+    (folder / "preprocessor_config.json").write_text(json.dumps(SHORT_PROCESSOR))
+    assert open_checkpoint(str(folder)).preprocess == before
+    edit_json(folder / "preprocessor_config.json", rescale_factor=0.5)
+    assert open_checkpoint(str(folder)).preprocess.rescale_factor == 0.5
+
+
+def test_the_vision_configuration_of_published_checkpoints_is_enough(folder: Path) -> None:
+    before = open_checkpoint(str(folder)).vision
+    edit_json(folder / "config.json", vision_config__rope_parameters=...)
+    edit_json(folder / "config.json", vision_config__initializer_range=0.02)
+    assert open_checkpoint(str(folder)).vision == before
 
 
 def test_older_names_of_the_pixel_limits_win_over_size(folder: Path) -> None:

@@ -57,10 +57,11 @@ def test_a_not_a_number_does_not_outlive_its_batch(graphs: VisionEncoder) -> Non
     before = graphs.encode(small)[0].clone()
     bias = graphs.model.patch_embed.proj.bias
     saved = bias.clone()
-    bias.fill_(torch.nan)
-    poisoned = graphs.encode(patches(*[(64, 64)] * 16))
-    assert all(tokens.isnan().any() for tokens in poisoned)
-    bias.copy_(saved)
+    with torch.inference_mode():
+        bias.fill_(torch.nan)
+        poisoned = graphs.encode(patches(*[(64, 64)] * 16))
+        assert all(tokens.isnan().any() for tokens in poisoned)
+        bias.copy_(saved)
     after = graphs.encode(small)[0]
     assert after.isfinite().all()
     assert torch.equal(after, before)

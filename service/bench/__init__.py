@@ -1,0 +1,1 @@
+"""The benchmarks that a user can run on their own machine."""

@@ -1,0 +1,222 @@
+"""`vision-sidecar bench encoder`: the encoder alone, in several implementations, on the same batches.
+
+Utilisation is the arithmetic of the real tokens over the rate of a large matrix product, measured in the same
+run. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from models import (
+    Checkpoint,
+    ModelError,
+    Patches,
+    Preprocessor,
+    VisionConfig,
+    open_checkpoint,
+    random_checkpoint,
+)
+from service.bench.sides import SIDES, Side, make_side
+from service.bench.workloads import WORKLOADS, Workload, make_workload
+
+PRODUCT = 8192  # rows, columns and depth of the product that utilisation is measured against
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One side on one workload. Times in milliseconds for a batch."""
+
+    workload: str
+    side: str
+    attn_backend: str
+    timing: str
+    batches: int
+    mean_ms: float
+    p50_ms: float
+    p99_ms: float
+    images_per_s: float
+    padded_share: float  # of the tokens computed
+    utilisation: float
+    cpu_ms: float  # of the whole process, for a batch
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `bench encoder`."""
+    parser.add_argument("--model", help="hub id or folder; without it random weights are made")
+    parser.add_argument("--size", default="8B", help="size of the random weights: 2B, 8B or demo [8B]")
+    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated [all]")
+    parser.add_argument("--sides", default=",".join(SIDES), help="comma-separated [all]")
+    parser.add_argument(
+        "--attn-backend", default="auto", help="of our sides; `auto` takes the fastest [auto]"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="[bfloat16]")
+    parser.add_argument("--device", default=None, help="[cuda:0 where there is one, else cpu]")
+    parser.add_argument("--budget-steps", type=int, default=8, help="token budgets per octave [8]")
+    parser.add_argument("--repeats", type=int, help="counted batches of each workload [the workload's]")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measures and prints. Returns the exit code."""
+    try:
+        checkpoint = (
+            open_checkpoint(arguments.model) if arguments.model else random_checkpoint(arguments.size)
+        )
+        preprocessor = Preprocessor(checkpoint.preprocess)
+        workloads = [
+            make_workload(name, preprocessor, arguments.repeats) for name in arguments.workloads.split(",")
+        ]
+        return _measure(arguments, checkpoint, workloads)
+    except KeyError as error:
+        sys.stderr.write(f"vision-sidecar bench: unknown name {error}\n")
+    except ModelError as error:
+        sys.stderr.write(f"vision-sidecar bench: {error}\n")
+    return 2
+
+
+def _measure(arguments: argparse.Namespace, checkpoint: Checkpoint, workloads: Sequence[Workload]) -> int:
+    name = arguments.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
+    device, dtype = torch.device(name), DTYPES[arguments.dtype]
+    preprocessor = Preprocessor(checkpoint.preprocess)
+    rows: list[Row] = []
+    rates: list[float] = []
+    sys.stdout.write(HEADER)
+    for side_name in arguments.sides.split(","):
+        if side_name not in SIDES:
+            raise KeyError(side_name)
+        side = make_side(side_name, checkpoint, device, dtype, arguments.attn_backend, arguments.budget_steps)
+        for workload in workloads:
+            rates.append(product_rate(device, dtype))
+            rows.append(measure(side, workload, preprocessor, checkpoint.vision, device, rates[-1]))
+            sys.stdout.write(format_row(rows[-1]))
+            sys.stdout.flush()
+        del side
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    rate = float(np.median(rates))
+    sys.stdout.write(f"{hardware}, torch {torch.__version__}, product {rate / 1e12:.0f} TFLOP/s (median)\n")
+    if arguments.json is not None:
+        report = {
+            "hardware": hardware,
+            "torch": torch.__version__,
+            "dtype": arguments.dtype,
+            "vision": asdict(checkpoint.vision),
+            "product_flops": rate,
+            "rows": [asdict(row) for row in rows],
+        }
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    return 0
+
+
+def measure(
+    side: Side,
+    workload: Workload,
+    preprocessor: Preprocessor,
+    vision: VisionConfig,
+    device: torch.device,
+    rate: float,
+) -> Row:
+    """Runs one side over one workload. Utilisation is measured against `rate`, in operations a second."""
+    times_s: list[float] = []
+    work = tokens = images = padding = 0
+    cpu_s = 0.0
+    marks: list[torch.cuda.Event] = []
+    for number, batch in enumerate(workload.images(preprocessor)):
+        counted = number >= workload.num_warmup
+        if number == workload.num_warmup:
+            _synchronize(device)
+            padding, cpu_s = side.padding(), time.process_time()
+        started = time.perf_counter()
+        if workload.timing == "device" and device.type == "cuda":
+            marks.append(_mark())
+            side.encode(batch)
+        else:
+            side.encode(batch)
+            _synchronize(device)
+        if counted:
+            times_s.append(time.perf_counter() - started)
+            work += sum(arithmetic(image, vision) for image in batch)
+            tokens += sum(image.num_tokens for image in batch)
+            images += len(batch)
+    cpu_s = time.process_time() - cpu_s
+    if marks:
+        marks.append(_mark())
+        _synchronize(device)
+        times_s = [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
+        times_s = times_s[workload.num_warmup :]
+    padding = side.padding() - padding
+    total_s, times_ms = sum(times_s), np.array(times_s) * 1e3
+    return Row(
+        workload=workload.name,
+        side=side.name,
+        attn_backend=side.attn_backend,
+        timing=workload.timing,
+        batches=len(times_s),
+        mean_ms=float(times_ms.mean()),
+        p50_ms=float(np.percentile(times_ms, 50)),
+        p99_ms=float(np.percentile(times_ms, 99)),
+        images_per_s=images / total_s,
+        padded_share=padding / (tokens + padding),
+        utilisation=work / total_s / rate,
+        cpu_ms=cpu_s / len(times_s) * 1e3,
+    )
+
+
+def arithmetic(image: Patches, vision: VisionConfig) -> int:
+    """Operations of one image: two for each multiply and add of its products, norms and the like left out."""
+    n, tokens = len(image.pixels), image.num_tokens
+    hidden, merged = vision.hidden_size, vision.hidden_size * vision.spatial_merge_size**2
+    block = 2 * n * (4 * hidden**2 + 2 * hidden * vision.intermediate_size) + 4 * n**2 * hidden
+    merger = 2 * tokens * (merged**2 + merged * vision.out_hidden_size)
+    levels = 1 + len(vision.deepstack_visual_indexes)
+    return vision.depth * block + levels * merger + 2 * n * vision.patch_dim * hidden
+
+
+def product_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of a large matrix product of random values, median of ten."""
+    size = PRODUCT if device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    times_s = []
+    for _ in range(13):
+        _synchronize(device)
+        started = time.perf_counter()
+        torch.mm(a, b)
+        _synchronize(device)
+        times_s.append(time.perf_counter() - started)
+    return 2 * size**3 / float(np.median(times_s[3:]))
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+HEADER = (
+    f"{'workload':<10} {'side':<13} {'attention':<13} {'mean ms':>9} {'P50 ms':>9} {'P99 ms':>9} "
+    f"{'images/s':>9} {'padded':>7} {'util':>6} {'CPU ms':>8}\n"
+)
+
+
+def format_row(row: Row) -> str:
+    """One line of the table."""
+    return (
+        f"{row.workload:<10} {row.side:<13} {row.attn_backend:<13} {row.mean_ms:>9.3f} {row.p50_ms:>9.3f} "
+        f"{row.p99_ms:>9.3f} {row.images_per_s:>9.1f} {row.padded_share:>7.1%} {row.utilisation:>6.3f} {row.cpu_ms:>8.2f}\n"
+    )

@@ -1,0 +1,344 @@
+"""The manager with an encoder that is not Qwen3-VL, on a CPU, where a replay calls the forward pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from models import (
+    CudaGraphSettings,
+    EncodeItem,
+    EncoderCudaGraphManager,
+    ModelError,
+    OutputSpec,
+    Patches,
+    SupportsEncoderCudaGraph,
+    VisionEncoder,
+)
+from models.protocol import EncoderCudaGraphConfig, HostBuffers, MetadataSpec
+
+CPU = torch.device("cpu")
+
+
+class SumEncoder:
+    """A tiny encoder that joins through the protocol alone.
+
+    An image is a vector of numbers, two for each token; a token is the running sum of its image's pairs,
+    times the image's factor. So a token depends on its neighbours and on the image's metadata.
+    """
+
+    def __init__(self, fault: Exception | None = None, wrong_from: int = 10**9) -> None:
+        self.fault = fault  # raised while a batch is written into the buffers
+        self.wrong_from = wrong_from  # graphs of this many tokens or more compute something else
+        self.forwards: list[int] = []
+
+    def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
+        return EncoderCudaGraphConfig(
+            input_rows_per_token=2,
+            input_shape=(),
+            input_dtype=torch.float32,
+            metadata={"length": MetadataSpec((), torch.int64), "factor": MetadataSpec((1,), torch.float32)},
+            output_shape=(1,),
+            output_token_axis=0,
+            output_dtype=torch.float32,
+            max_relative_error=1e-5,
+        )
+
+    def get_encoder_cudagraph_budget_range(self) -> tuple[int, int]:
+        return 2, 20
+
+    def get_encoder_cudagraph_num_items(self, batch: list[list[float]]) -> int:
+        return len(batch)
+
+    def get_encoder_cudagraph_per_item_output_tokens(self, batch: list[list[float]]) -> list[int]:
+        return [len(image) // 2 for image in batch]
+
+    def get_encoder_cudagraph_per_item_input_sizes(self, batch: list[list[float]]) -> list[int]:
+        return [len(image) for image in batch]
+
+    def select_encoder_cudagraph_items(
+        self, batch: list[list[float]], indices: Sequence[int]
+    ) -> list[list[float]]:
+        return [batch[index] for index in indices]
+
+    def prepare_encoder_cudagraph_capture_inputs(
+        self, token_budget: int, max_batch_size: int
+    ) -> list[list[float]]:
+        rng = np.random.default_rng(token_budget)
+        rest = token_budget // max_batch_size
+        lengths = [token_budget - rest * (max_batch_size - 1), *[rest] * (max_batch_size - 1)]
+        return [rng.normal(size=2 * tokens).tolist() for tokens in lengths]
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, batch: list[list[float]], buffers: HostBuffers
+    ) -> None:
+        if self.fault is not None:
+            raise self.fault
+        buffers.input[:] = torch.tensor([x for image in batch for x in image])
+        for slot, image in enumerate(batch):
+            buffers.metadata["length"][slot] = len(image) // 2
+            buffers.metadata["factor"][slot] = factor(image)
+
+    def encoder_cudagraph_forward(
+        self, inputs: torch.Tensor, metadata: Mapping[str, torch.Tensor], output: torch.Tensor
+    ) -> None:
+        self.forwards.append(len(output))
+        at = 0
+        for length, times in zip(metadata["length"].tolist(), metadata["factor"].flatten(), strict=True):
+            pairs = inputs[2 * at : 2 * (at + length)].view(-1, 2).sum(1)
+            output[at : at + length, 0] = pairs.cumsum(0) * times
+            at += length
+        if len(output) >= self.wrong_from:
+            output += 1
+
+    def encoder_eager_forward(self, batch: list[list[float]]) -> torch.Tensor:
+        return torch.cat([expected(image) for image in batch])
+
+
+def factor(image: list[float]) -> float:
+    return 1 + abs(image[0])
+
+
+def expected(image: list[float]) -> torch.Tensor:
+    return (torch.tensor(image).view(-1, 2).sum(1).cumsum(0) * factor(image))[:, None]
+
+
+def images(*num_tokens: int, seed: int = 0) -> list[list[float]]:
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=2 * tokens).tolist() for tokens in num_tokens]
+
+
+def manager(model: SumEncoder | None = None, **settings: Any) -> EncoderCudaGraphManager[list[list[float]]]:
+    return EncoderCudaGraphManager(model or SumEncoder(), CudaGraphSettings(**settings), CPU)
+
+
+def check(manager: EncoderCudaGraphManager[list[list[float]]], batch: list[list[float]]) -> None:
+    results = manager.execute(batch)
+    assert len(results) == len(batch)
+    for tokens, image in zip(results, batch, strict=True):
+        assert torch.allclose(tokens, expected(image), rtol=1e-5, atol=1e-5)
+
+
+def test_the_encoder_joins_through_the_protocol_alone() -> None:
+    assert isinstance(SumEncoder(), SupportsEncoderCudaGraph)
+    assert not isinstance(object(), SupportsEncoderCudaGraph)
+
+
+def test_budgets_are_captured_largest_first() -> None:
+    model = SumEncoder()
+    graphs = manager(model, budget_steps=1)
+    assert graphs.budgets == (2, 4, 8, 16, 20)
+    assert list(graphs.graphs) == [20, 16, 8, 4, 2]
+    assert model.forwards[:5] == [20, 16, 8, 4, 2]
+    assert graphs.max_images == 2  # never more than the smallest budget
+
+
+def test_budgets_share_their_buffers() -> None:
+    graphs = manager(token_budgets=(6, 20))
+    small, large = graphs.graphs[6], graphs.graphs[20]
+    assert small.input_buffer.data_ptr() == large.input_buffer.data_ptr()
+    assert small.output_buffer.data_ptr() == large.output_buffer.data_ptr()
+    assert (len(small.input_buffer), len(small.output_buffer)) == (12, 6)
+    assert (small.max_batch_size, large.max_batch_size) == (3, 6)
+
+
+def test_a_batch_comes_back_in_order_and_is_counted() -> None:
+    graphs = manager(budget_steps=2, max_images_per_batch=2)
+    check(graphs, images(7, 2, 12, 5, 2, 20))
+    assert graphs.counts.hits == 6
+    assert not graphs.counts.misses
+    assert graphs.counts.replays == {4: 1, 12: 2, 20: 1}
+    assert graphs.counts.padding_tokens == 0
+    check(graphs, images(7))
+    assert graphs.counts.padding_tokens == 1
+    assert graphs.counts.replays[8] == 1
+
+
+def test_an_image_over_every_budget_runs_eagerly() -> None:
+    graphs = manager(token_budgets=(4, 8))
+    check(graphs, images(9, 3, 30))
+    assert (graphs.counts.hits, graphs.counts.misses) == (1, {"oversize": 2})
+
+
+def test_without_settings_all_runs_eagerly() -> None:
+    graphs = EncoderCudaGraphManager(SumEncoder(), None, CPU)
+    check(graphs, images(9, 3, 30))
+    assert (graphs.counts.hits, graphs.counts.misses) == (0, {"disabled": 3})
+    assert not graphs.graphs
+
+
+def test_what_an_earlier_batch_left_behind_is_not_seen() -> None:
+    graphs = manager(token_budgets=(4, 20))
+    small = images(3)
+    before = graphs.execute(small)[0]
+    graphs.execute([[float("nan")] * 40])
+    assert torch.equal(graphs.execute(small)[0], before)
+    check(graphs, images(2, 2, 2, seed=1))
+
+
+def test_results_outlive_the_next_replay() -> None:
+    graphs = manager(token_budgets=(4, 20))
+    batch = images(4)
+    (first,) = graphs.execute(batch)
+    graphs.execute(images(4, seed=9))
+    assert torch.allclose(first, expected(batch[0]))
+
+
+def test_random_batches_are_exact_and_no_count_is_off_by_one() -> None:
+    graphs = manager(token_budgets=(4, 7, 13), max_images_per_batch=4)
+    rng = np.random.default_rng(5)
+    hits = oversize = 0
+    for seed in range(300):
+        sizes = [int(x) for x in rng.integers(1, 17, rng.integers(0, 9))]
+        check(graphs, images(*sizes, seed=seed))
+        hits += sum(size <= 13 for size in sizes)
+        oversize += sum(size > 13 for size in sizes)
+    assert (graphs.counts.hits, graphs.counts.misses["oversize"]) == (hits, oversize)
+
+
+@pytest.mark.parametrize("fault", [torch.OutOfMemoryError("no memory"), RuntimeError("no luck")])
+def test_an_error_before_the_launch_falls_back_to_an_eager_run(
+    fault: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = SumEncoder()
+    graphs = manager(model, token_budgets=(4, 20))
+    model.fault = fault
+    check(graphs, images(3, 3))
+    assert (graphs.counts.hits, graphs.counts.misses) == (0, {"error": 2})
+    assert str(fault) in caplog.text
+    model.fault = None
+    check(graphs, images(3, 3))
+    assert graphs.counts.hits == 2
+
+
+def test_a_fault_of_the_device_is_raised() -> None:
+    model = SumEncoder()
+    graphs = manager(model, token_budgets=(4, 20))
+    model.fault = torch.AcceleratorError("illegal access", 700)
+    with pytest.raises(torch.AcceleratorError):
+        graphs.execute(images(3))
+    assert not graphs.counts.misses
+
+
+def test_a_graph_that_disagrees_with_an_eager_run_stops_the_start() -> None:
+    with pytest.raises(ModelError, match=r"graph of 8 tokens differs from an eager run by .*turn cudagraph"):
+        manager(SumEncoder(wrong_from=8), token_budgets=(4, 8))
+
+
+def test_a_graph_that_is_not_finite_stops_the_start() -> None:
+    class Nan(SumEncoder):
+        def encoder_cudagraph_forward(
+            self, inputs: torch.Tensor, metadata: Mapping[str, torch.Tensor], output: torch.Tensor
+        ) -> None:
+            output.fill_(torch.nan)
+
+    with pytest.raises(ModelError, match="graph of 4 tokens differs from an eager run by nan"):
+        manager(Nan(), token_budgets=(4,))
+
+
+@pytest.mark.parametrize("limit", [4, 9])
+def test_where_memory_is_short_the_start_says_what_would_fit(limit: int) -> None:
+    class Large(SumEncoder):
+        def encoder_cudagraph_forward(
+            self, inputs: torch.Tensor, metadata: Mapping[str, torch.Tensor], output: torch.Tensor
+        ) -> None:
+            if len(output) > limit:
+                raise torch.OutOfMemoryError("no memory")
+            super().encoder_cudagraph_forward(inputs, metadata, output)
+
+    with pytest.raises(
+        ModelError, match=r"no memory for a graph of 20 tokens .*budgets up to about"
+    ) as error:
+        manager(Large(), budget_steps=1)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"token_budgets": (1, 4)}, "token budget 1 is under the model's smallest image, 2 tokens"),
+        ({"token_budgets": (4, 4)}, "hold one twice"),
+        ({"budget_steps": 0}, "steps per octave must be 1 or more"),
+        ({"token_budgets": (4,), "max_images_per_batch": 5}, "must be 1 to the smallest budget, 4, not 5"),
+        ({"token_budgets": (8,), "max_images_per_batch": 5}, "5 images per batch never fit"),
+    ],
+)
+def test_settings_that_contradict_are_one_clear_line(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        manager(**settings)
+
+
+def test_capturing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "models.cudagraph"):
+        graphs = manager(token_budgets=(4, 8))
+    assert "captured 1 of 2: 8 tokens" in caplog.text
+    assert "captured 2 budgets of 4 to 8 tokens" in caplog.text
+    assert graphs.capture_seconds > 0
+
+
+SIZES = [(256, 256), (320, 320), (640, 480), (1000, 100), (256, 288), (900, 700)]
+
+
+@pytest.fixture(scope="module")
+def eager() -> VisionEncoder:
+    return VisionEncoder.from_pretrained("demo", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def replayed() -> VisionEncoder:
+    settings = CudaGraphSettings(token_budgets=(96, 200, 512), max_images_per_batch=3)
+    return VisionEncoder.from_pretrained("demo", device="cpu", cuda_graphs=settings)
+
+
+def patches(encoder: VisionEncoder) -> list[Patches]:
+    rng = np.random.default_rng(1)
+    return [encoder.preprocess(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in SIZES]
+
+
+def test_the_vision_transformer_joins_through_the_protocol(replayed: VisionEncoder) -> None:
+    assert isinstance(replayed.graphs.model, SupportsEncoderCudaGraph)
+    assert replayed.graphs.model.get_encoder_cudagraph_budget_range() == (64, 1024)
+    assert [x.max_batch_size for x in replayed.graphs.graphs.values()] == [3, 3, 1]
+
+
+def test_the_vision_transformer_gives_the_same_by_replay(
+    eager: VisionEncoder, replayed: VisionEncoder
+) -> None:
+    batch = patches(eager)
+    for one, other in zip(eager.encode(batch), replayed.encode(batch), strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_a_not_a_number_does_not_outlive_its_batch(replayed: VisionEncoder) -> None:
+    small = patches(replayed)[0]
+    before = replayed.encode([small])[0]
+    bias = replayed.model.patch_embed.proj.bias
+    saved = bias.clone()
+    with torch.inference_mode():
+        bias.fill_(torch.nan)
+        assert replayed.encode([small, patches(replayed)[2]])[1].isnan().all()
+        bias.copy_(saved)
+    assert torch.equal(replayed.encode([small])[0], before)
+
+
+def test_pooled_answers_and_counts_come_with_a_replay(eager: VisionEncoder, replayed: VisionEncoder) -> None:
+    outputs = [
+        OutputSpec(pooled=True, normalize=True, deepstack=False),
+        OutputSpec(),
+        OutputSpec(deepstack=False),
+    ]
+    items = [EncodeItem(image, outputs[i % 3]) for i, image in enumerate(patches(eager))]
+    ours, theirs = replayed.run(items), eager.run(items)
+    for one, other in zip(ours.embeddings, theirs.embeddings, strict=True):
+        assert one.shape == other.shape
+        assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+    (stats,) = ours.stats
+    assert (stats.hits, dict(stats.misses)) == (5, {"oversize": 1})
+    assert stats.padding_tokens == sum(budget * n for budget, n in stats.replays.items()) - (
+        stats.num_tokens - items[-1].patches.num_tokens
+    )
