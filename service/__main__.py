@@ -1,4 +1,4 @@
-"""The command line: `vision-sidecar serve …`, and the process from its first line to its exit code.
+"""The command line, `vision-sidecar serve …` and `bench …`, and the server process from start to exit code.
 
 Exit codes: 0 after a signal and an orderly end, 1 where the model cannot be loaded, the device is lost or the
 port cannot be had, 2 for a bad setting.
@@ -21,6 +21,7 @@ from types import FrameType
 import uvicorn
 from PIL import Image
 
+from service import bench
 from service.app import create_app, find_version
 from service.arguments import SettingsError, parse_settings
 from service.engine import Engine, State
@@ -75,7 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"vision-sidecar {find_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", help="serve embeddings; `serve --help` explains every flag", add_help=False)
-    parser.parse_args(arguments[:1])
+    commands.add_parser("bench", help="measure; `bench encoder --help` explains every flag", add_help=False)
+    if parser.parse_args(arguments[:1]).command == "bench":
+        return bench.main(arguments[1:])
     try:
         settings = parse_settings(arguments[1:], os.environ)
     except SettingsError as error:

@@ -218,5 +218,6 @@ def format_row(row: Row) -> str:
     """One line of the table."""
     return (
         f"{row.workload:<10} {row.side:<13} {row.attn_backend:<13} {row.mean_ms:>9.3f} {row.p50_ms:>9.3f} "
-        f"{row.p99_ms:>9.3f} {row.images_per_s:>9.1f} {row.padded_share:>7.1%} {row.utilisation:>6.3f} {row.cpu_ms:>8.2f}\n"
+        f"{row.p99_ms:>9.3f} {row.images_per_s:>9.1f} {row.padded_share:>7.1%} {row.utilisation:>6.3f} "
+        f"{row.cpu_ms:>8.2f}\n"
     )
