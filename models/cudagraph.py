@@ -113,6 +113,10 @@ class EncoderCudaGraphManager(Generic[Batch]):
         if settings is not None:
             self._capture_all()
             self._test_all()
+        elif self._is_cuda:
+            # Compiles kernels, so that the first request neither waits for that nor finds out that it fails.
+            model.encoder_eager_forward(model.prepare_encoder_cudagraph_capture_inputs(smallest, 1))
+            torch.cuda.synchronize(device)
 
     # Capture
 

@@ -72,6 +72,7 @@ class RandomTensors:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes = shapes
+        self._made: dict[str, torch.Tensor] = {}  # making them takes longer than reading them from a file
 
     def names(self) -> Sequence[str]:
         return sorted(self._shapes)
@@ -80,6 +81,11 @@ class RandomTensors:
         return self._shapes[name]
 
     def get(self, name: str) -> torch.Tensor:
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def _make(self, name: str) -> torch.Tensor:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
         values = np.random.default_rng(seed).standard_normal(self._shapes[name], dtype=np.float32)
         if "norm" in name:
@@ -88,7 +94,7 @@ class RandomTensors:
             values *= 0.1
         elif name != "pos_embed.weight":
             values /= np.sqrt(np.prod(self._shapes[name][1:]))  # keeps the size of activations
-        return torch.from_numpy(values.astype(np.float32))
+        return torch.from_numpy(values.astype(np.float32, copy=False))
 
 
 def demo_checkpoint() -> Checkpoint:
