@@ -66,7 +66,7 @@ class Exchange:
         headers: Sequence[tuple[str, str]] = (),
         then: Sequence[Message] = (),
     ) -> None:
-        self._messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}, *then]
+        self.unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}, *then]
         self.context = RequestContext("test")
         self.scope: dict[str, Any] = {
             "type": "http",
@@ -79,9 +79,9 @@ class Exchange:
         self.context.attach(self.scope)
 
     async def receive(self) -> Message:
-        if not self._messages:
+        if not self.unread:
             await asyncio.Event().wait()  # the caller waits for the answer
-        return self._messages.pop(0)
+        return self.unread.pop(0)
 
     def run(self, source: Source, settings: Settings) -> dict[str, Any]:
         async def embed() -> bytes:
@@ -162,10 +162,44 @@ def test_a_query_parameter_wins(settings: Settings) -> None:
     assert (output.pooled, output.normalize) == (True, False)
 
 
-def test_a_bad_query_is_refused_before_the_body_is_read(settings: Settings) -> None:
-    exchange = Exchange(encode_image(), query="poling=none")
-    assert exchange.refusal(settings).param == "poling"
-    assert len(exchange._messages) == 1
+@pytest.mark.parametrize(
+    ("query", "code", "param"),
+    [
+        ("poling=none", "invalid_option", "poling"),
+        ("pooling=max", "invalid_option", "pooling"),
+        ("normalize=maybe", "invalid_option", "normalize"),
+        ("normalize=1&pooling=none", "option_conflict", "normalize"),
+        ("deepstack=1&pooling=mean", "option_conflict", "deepstack"),
+        ("dtype=float16&encoding_format=float", "option_conflict", "dtype"),
+    ],
+)
+def test_a_bad_query_is_refused_before_the_body_is_read(
+    query: str, code: str, param: str, settings: Settings
+) -> None:
+    body = {"images": base64.b64encode(encode_image()).decode(), "pooling": "none", "format": "json"}
+    exchange = Exchange(json.dumps(body).encode(), "application/json", query=query)
+    error = exchange.refusal(settings)
+    assert (error.code, error.param) == (code, param)
+    assert len(exchange.unread) == 1
+
+
+@pytest.mark.parametrize(
+    ("query", "accept", "code"),
+    [("deepstack=1", "*/*", "option_conflict"), ("", "text/html", "not_acceptable")],
+)
+def test_what_no_image_could_mend_is_refused_before_it_is_read(
+    query: str, accept: str, code: str, settings: Settings
+) -> None:
+    exchange = Exchange(encode_image(), query=query, headers=[("accept", accept)])
+    assert exchange.refusal(settings).code == code
+    assert len(exchange.unread) == 1
+
+
+def test_what_a_body_with_options_may_mend_is_not_refused_before(settings: Settings) -> None:
+    body = {"images": base64.b64encode(encode_image()).decode(), "pooling": "none", "format": "json"}
+    content = json.dumps(body).encode()
+    accept = [("accept", "text/html")]
+    Exchange(content, "application/json", query="deepstack=1", headers=accept).run(Source(), settings)
 
 
 def test_headers_of_all_images_come_before_the_pixels_of_any(settings: Settings) -> None:
@@ -240,7 +274,7 @@ def test_work_for_a_caller_who_left_is_not_submitted(settings: Settings) -> None
 
 def test_a_caller_who_leaves_during_the_body_ends_the_request(settings: Settings) -> None:
     exchange = Exchange(b"", then=[])
-    exchange._messages[:] = [{"type": "http.request", "body": b"half", "more_body": True}, LEFT]
+    exchange.unread[:] = [{"type": "http.request", "body": b"half", "more_body": True}, LEFT]
     with pytest.raises(ClientDisconnect):
         exchange.run(Source(), settings)
 
@@ -259,8 +293,8 @@ def test_answers_for_a_caller_who_left_are_not_written(settings: Settings) -> No
             self.leave: Callable[[], None] = lambda: None
 
         async def receive(self) -> Message:
-            if self._messages:
-                return self._messages.pop(0)
+            if self.unread:
+                return self.unread.pop(0)
             left = asyncio.Event()
             self.leave = left.set
             await left.wait()
