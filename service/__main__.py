@@ -73,6 +73,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; True ends the server."""
         if self._deadline is None and (self._told_to_stop or self._engine.state is State.FAILED):
+            logger.info("stopping, in at most %g s", self._grace_s)
             self._engine.drain()
             self._deadline = time.monotonic() + self._grace_s
         return await super().on_tick(counter) or self._is_drained()

@@ -7,11 +7,13 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
@@ -27,11 +29,16 @@ LEFT: Message = {"type": "http.disconnect"}
 
 
 class RecordingPreprocessor(Preprocessor):
-    """Says in which threads images were decoded."""
+    """Says in which threads images were checked and decoded."""
 
     def __init__(self) -> None:
         super().__init__(CONFIG)
         self.threads: list[str] = []
+        self.checked_in: list[str] = []
+
+    def num_tokens(self, height: int, width: int) -> int:
+        self.checked_in.append(threading.current_thread().name)
+        return super().num_tokens(height, width)
 
     def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
         self.threads.append(threading.current_thread().name)
@@ -150,7 +157,80 @@ def test_images_are_decoded_off_the_event_loop(num_images: int, settings: Settin
     preprocessor = RecordingPreprocessor()
     json_exchange(*[encode_image()] * num_images).run(Source(preprocessor), settings)
     assert len(preprocessor.threads) == num_images
-    assert all(name.startswith("decode") for name in preprocessor.threads)
+    assert all(name.startswith("decode") for name in preprocessor.threads + preprocessor.checked_in)
+
+
+class Watched(torch.Tensor):
+    """A tensor that says in which threads it was written out."""
+
+    threads: list[str]
+
+    def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:
+        self.threads.append(threading.current_thread().name)
+        return self.as_subclass(torch.Tensor).numpy(force=force)
+
+
+class WatchedSource(Source):
+    """Answers embeddings of a size, each watched."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.embedding = torch.zeros(size).as_subclass(Watched)
+        self.embedding.threads = []
+
+    def submit(self, items: Sequence[EncodeItem]) -> Future[BatchResult]:
+        future: Future[BatchResult] = Future()
+        future.set_result(replace(super().submit(items).result(), embeddings=(self.embedding,)))
+        return future
+
+
+@pytest.mark.parametrize(("size", "thread"), [(32_768, "MainThread"), (32_769, "decode")])
+def test_large_answers_are_written_off_the_event_loop(size: int, thread: str, settings: Settings) -> None:
+    source = WatchedSource(size)
+    Exchange(encode_image()).run(source, settings)
+    assert [name.split("_")[0] for name in source.embedding.threads] == [thread]
+
+
+class Ticking(RecordingPreprocessor):
+    """Waits in every step for the event loop to have done something else meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tick = threading.Event()
+
+    def wait(self) -> None:
+        self.tick.clear()
+        assert self.tick.wait(10), "the event loop stands still"
+
+    def num_tokens(self, height: int, width: int) -> int:
+        self.wait()
+        return super().num_tokens(height, width)
+
+    def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+        self.wait()
+        return super().__call__(rgb)
+
+
+def test_the_event_loop_goes_on_while_images_are_prepared(settings: Settings) -> None:
+    preprocessor = Ticking()
+    source = Source(preprocessor)
+
+    async def heartbeat() -> None:
+        while True:
+            preprocessor.tick.set()
+            await asyncio.sleep(0.001)
+
+    async def main() -> bytes:
+        beating = asyncio.create_task(heartbeat())
+        try:
+            with ThreadPoolExecutor(1) as executor:
+                exchange = json_exchange(*[encode_image()] * 3)
+                request = Request(exchange.scope, exchange.receive)
+                return await Pipeline(settings, source, executor).embed(request)
+        finally:
+            beating.cancel()
+
+    assert len(json.loads(asyncio.run(main()))["data"]) == 3
 
 
 def test_a_query_parameter_wins(settings: Settings) -> None:
