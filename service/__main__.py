@@ -7,6 +7,7 @@ port cannot be had, 2 for a bad setting.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import logging
 import math
 import os
@@ -16,15 +17,19 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from types import FrameType
+from typing import cast
 
 import uvicorn
+from fastapi import FastAPI
 from PIL import Image
 
 from service import bench
 from service.app import create_app, find_version
 from service.arguments import SettingsError, parse_settings
 from service.engine import Engine, State
+from service.protocol import Protocol
 from service.settings import Settings
 
 logger = logging.getLogger("service.__main__")  # __name__ is another one under `python -m`
@@ -37,10 +42,26 @@ _KEEP_ALIVE_S = 75
 class Server(uvicorn.Server):
     """uvicorn's server with our end: it goes on listening, and says 503, until what was admitted is done."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, grace_s: float) -> None:
-        super().__init__(config)
+    def __init__(self, app: FastAPI, engine: Engine, settings: Settings) -> None:
+        # A partial class is all that uvicorn needs: it calls it once for a connection.
+        protocol = partial(
+            Protocol, header_timeout_s=settings.body_timeout_s, is_draining=lambda: self._deadline is not None
+        )
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="uvloop",
+                http=cast(type[asyncio.Protocol], protocol),
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+            )
+        )
         self._engine = engine
-        self._grace_s = grace_s
+        self._grace_s = settings.shutdown_grace_s
         self._told_to_stop = False
         self._deadline: float | None = None  # of the drain, once it began; time.monotonic()
 
@@ -54,6 +75,7 @@ class Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; True ends the server."""
         if self._deadline is None and (self._told_to_stop or self._engine.state is State.FAILED):
+            logger.info("stopping, in at most %g s", self._grace_s)
             self._engine.drain()
             self._deadline = time.monotonic() + self._grace_s
         return await super().on_tick(counter) or self._is_drained()
@@ -97,19 +119,8 @@ def serve(settings: Settings) -> int:
         return 1
     app = create_app(settings)
     engine: Engine = app.state.engine
-    config = uvicorn.Config(
-        app,
-        loop="uvloop",
-        http="httptools",
-        ws="none",
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=_KEEP_ALIVE_S,
-    )
     logger.info("listening on %s", address(listener))
-    Server(config, engine, settings.shutdown_grace_s).run([listener])
+    Server(app, engine, settings).run([listener])
     logger.info("stopped")
     code = 1 if engine.state is State.FAILED else 0
     if not engine.close():

@@ -11,12 +11,17 @@ from collections.abc import AsyncIterator
 
 from python_multipart.multipart import parse_options_header
 
-from service.embed_body import BodyForm, BodyLimits, EmbedBody, RunBlocking, image_too_large
+from service.embed_body import (
+    BodyForm,
+    BodyLimits,
+    EmbedBody,
+    RunBlocking,
+    image_too_large,
+    join_images,
+)
 from service.errors import BadRequest, BodyTimeout, TooLarge, UnsupportedMedia
 from service.json_body import JsonForm
 from service.multipart import MultipartForm
-
-__all__ = ["BodyLimits", "EmbedBody", "RunBlocking", "read_embed_body"]
 
 _SERVED_TYPES = "image/*, application/octet-stream, multipart/form-data and application/json"
 _HINT = "for one image send its bytes: curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' URL"
@@ -31,7 +36,7 @@ async def read_embed_body(
 ) -> EmbedBody:
     """Reads a body as its content type says.
 
-    `run_blocking` is used for large JSON bodies only. Nothing is read where the two headers tell already that
+    `run_blocking` is used for large bodies only. Nothing is read where the two headers tell already that
     the body will be refused. Raises `ApiError`; what `chunks` raises, such as that the client left, passes
     through.
     """
@@ -54,12 +59,23 @@ async def read_embed_body(
     return await form.finish(run_blocking)
 
 
+def takes_options(content_type: str | None) -> bool:
+    """Whether a body of this content type may hold options beside images."""
+    return _parse(content_type or "")[0] in (b"multipart/form-data", b"application/json")
+
+
+def _parse(content_type: str) -> tuple[bytes, dict[bytes, bytes]]:
+    """The media type and the parameters."""
+    # A header is latin-1 on the wire; the library would fail over anything else.
+    media_type, parameters = parse_options_header(content_type.encode("latin-1", "replace").decode("latin-1"))
+    return media_type, parameters
+
+
 def _form(content_type: str | None, limits: BodyLimits) -> BodyForm:
     """The reader for a content type. Raises `UnsupportedMedia`; `BadRequest` where a boundary is missing."""
     if not content_type:
         raise _unsupported("the Content-Type header is missing")
-    # A header is latin-1 on the wire; the library would fail over anything else.
-    media_type, parameters = parse_options_header(content_type.encode("latin-1", "replace").decode("latin-1"))
+    media_type, parameters = _parse(content_type)
     if media_type.startswith(b"image/") or media_type == b"application/octet-stream":
         return RawForm(limits)
     if media_type == b"multipart/form-data":
@@ -109,4 +125,4 @@ class RawForm:
         self._chunks.append(chunk)
 
     async def finish(self, run_blocking: RunBlocking) -> EmbedBody:
-        return EmbedBody((b"".join(self._chunks),), {})
+        return EmbedBody(await join_images([self._chunks], run_blocking), {})

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, TypeVarTuple
 
-from service.errors import BadRequest, TooLarge
+from service.errors import BadRequest, TooLarge, image_param
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -38,6 +38,10 @@ class RunBlocking(Protocol):
     def __call__(self, fn: Callable[[*Ts], T], /, *args: *Ts) -> Awaitable[T]: ...
 
 
+# A hop to another thread costs as much as copying this many bytes.
+_MAX_JOINED_INLINE_BYTES = 2**20
+
+
 class BodyForm(Protocol):
     """Takes one body in, in one of its forms. Made for one request."""
 
@@ -46,16 +50,6 @@ class BodyForm(Protocol):
 
     async def finish(self, run_blocking: RunBlocking) -> EmbedBody:
         """Says what the body held. Raises `ApiError`."""
-
-
-def image_param(index: int) -> str:
-    """How errors name an image of a request, such as `images[3]`."""
-    return f"images[{index}]"
-
-
-def printable(text: str) -> str:
-    """Text from a client, cut and escaped, so that an error may carry it."""
-    return text[:64].encode("unicode_escape").decode("ascii")
 
 
 def image_too_large(limits: BodyLimits, index: int) -> TooLarge:
@@ -68,6 +62,17 @@ def too_many_images(limits: BodyLimits) -> TooLarge:
     """The body holds more images than one request may."""
     message = f"the request has more than the {limits.max_images} images allowed"
     return TooLarge(message, code="too_many_images", param="images")
+
+
+async def join_images(images: Sequence[Sequence[bytes]], run_blocking: RunBlocking) -> tuple[bytes, ...]:
+    """Images out of their chunks, joined off the event loop where they are large, and checked."""
+    if sum(len(chunk) for chunks in images for chunk in chunks) > _MAX_JOINED_INLINE_BYTES:
+        return check_images(await run_blocking(_join_each, images))
+    return check_images(_join_each(images))
+
+
+def _join_each(images: Sequence[Sequence[bytes]]) -> list[bytes]:
+    return [b"".join(chunks) for chunks in images]
 
 
 def check_images(images: Sequence[bytes]) -> tuple[bytes, ...]:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import orjson
 import torch
 
-from service.errors import NonFiniteOutput
+from service.errors import NonFiniteOutput, image_param
 from service.options import EmbedOptions, EncodingFormat
 
 _SLICE_BYTES = 3 << 18  # bytes given to base64 at once; a multiple of 3, so that slices join without padding
@@ -101,9 +101,8 @@ def _finite_array(embedding: torch.Tensor, index: int) -> npt.NDArray[Any]:
         array = embedding.numpy()
         finite = bool(np.isfinite(array).all())  # a tenth of torch's cost for one vector
     if not finite:
-        raise NonFiniteOutput(
-            f"the embedding of images[{index}] holds a number that is not finite", param=f"images[{index}]"
-        )
+        name = image_param(index)
+        raise NonFiniteOutput(f"the embedding of {name} holds a number that is not finite", param=name)
     return array
 
 

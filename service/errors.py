@@ -2,7 +2,6 @@
 
 ApiError
 ├── BadRequest            400   (code given where it is raised)
-├── Unauthorized          401   invalid_api_key
 ├── NotFound              404   not_found
 ├── MethodNotAllowed      405   method_not_allowed
 ├── NotAcceptable         406   not_acceptable
@@ -10,6 +9,7 @@ ApiError
 ├── TooLarge              413   (code given where it is raised)
 ├── UnsupportedMedia      415   (code given where it is raised)
 ├── InvalidShape          422   invalid_request
+├── HeadersTooLarge       431   headers_too_large
 ├── InternalError         500   internal_error
 ├── NonFiniteOutput       500   non_finite_output
 └── Unavailable           503   not_ready · draining · device_failed     (with Retry-After)
@@ -23,6 +23,7 @@ ErrorCode = Literal[
     "invalid_image",
     "invalid_aspect_ratio",
     "empty_input",
+    "invalid_http",
     "invalid_body",
     "invalid_json",
     "invalid_base64",
@@ -30,7 +31,6 @@ ErrorCode = Literal[
     "option_conflict",
     "response_too_large",
     "url_not_allowed",
-    "invalid_api_key",
     "not_found",
     "method_not_allowed",
     "not_acceptable",
@@ -43,6 +43,7 @@ ErrorCode = Literal[
     "unsupported_content_type",
     "unsupported_image_format",
     "invalid_request",
+    "headers_too_large",
     "internal_error",
     "non_finite_output",
     "not_ready",
@@ -50,6 +51,16 @@ ErrorCode = Literal[
     "device_failed",
 ]
 ERROR_CODES: tuple[ErrorCode, ...] = get_args(ErrorCode)
+
+
+def printable(text: str) -> str:
+    """Text from a client, cut and escaped, so that an error may carry it: never as it was sent."""
+    return text[:64].encode("unicode_escape").decode("ascii")
+
+
+def image_param(index: int) -> str:
+    """How errors name an image of a request, such as `images[3]`."""
+    return f"images[{index}]"
 
 
 class ApiError(Exception):
@@ -83,15 +94,6 @@ class BadRequest(ApiError):
         super().__init__(message, code=code, param=param)
 
 
-class Unauthorized(ApiError):
-    status = 401
-    type = "authentication_error"
-    code = "invalid_api_key"
-
-    def headers(self) -> dict[str, str]:
-        return {"WWW-Authenticate": "Bearer"}
-
-
 class NotFound(ApiError):
     status = 404
     type = "invalid_request_error"
@@ -122,9 +124,6 @@ class BodyTimeout(ApiError):
     type = "invalid_request_error"
     code = "body_timeout"
 
-    def headers(self) -> dict[str, str]:
-        return {"Connection": "close"}
-
 
 class TooLarge(BadRequest):
     status = 413
@@ -138,6 +137,12 @@ class InvalidShape(ApiError):
     status = 422
     type = "invalid_request_error"
     code = "invalid_request"
+
+
+class HeadersTooLarge(ApiError):
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
 
 
 class InternalError(ApiError):

@@ -111,12 +111,12 @@ def sniff(data: bytes) -> Format:
     """The format of the image in `data`, one of those served.
 
     Raises `UnsupportedMedia` (415, `unsupported_image_format`) for what is recognised but not served, naming
-    it, and `BadRequest` (400, `invalid_image`) for anything else.
+    it, and `BadRequest` (400, `empty_input` or `invalid_image`) for anything else.
     """
     if data.startswith(_SERVED[0][0]):  # most requests
         return "JPEG"
     if not data:
-        raise BadRequest("the image is empty: zero bytes", code="invalid_image")
+        raise BadRequest("the image is empty", code="empty_input")
     served = _served(data)
     if served is not None:
         return served

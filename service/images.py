@@ -71,8 +71,8 @@ class ImageHeader:
 def read_header(data: bytes, limits: ImageLimits) -> ImageHeader:
     """Reads the header, without decoding pixels; takes microseconds for a JPEG.
 
-    Raises `TooLarge` (413, `image_too_large` or `too_many_pixels`), `BadRequest` (400, `invalid_image`) or
-    `UnsupportedMedia` (415, `unsupported_image_format`).
+    Raises `TooLarge` (413, `image_too_large` or `too_many_pixels`), `BadRequest` (400, `empty_input` or
+    `invalid_image`) or `UnsupportedMedia` (415, `unsupported_image_format`).
     """
     if len(data) > limits.max_image_bytes:
         raise TooLarge(
@@ -91,11 +91,6 @@ def read_header(data: bytes, limits: ImageLimits) -> ImageHeader:
     if stored.orientation >= 5:
         width, height = height, width
     return ImageHeader(format_, width, height, stored)
-
-
-def decode(data: bytes, limits: ImageLimits) -> npt.NDArray[np.uint8]:
-    """`read_header` and `ImageHeader.decode` in one; raises what they raise."""
-    return read_header(data, limits).decode()
 
 
 def upright(rgb: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint8]:

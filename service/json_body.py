@@ -14,11 +14,9 @@ from service.embed_body import (
     EmbedBody,
     RunBlocking,
     check_images,
-    image_param,
-    printable,
     too_many_images,
 )
-from service.errors import ApiError, BadRequest, InvalidShape
+from service.errors import ApiError, BadRequest, InvalidShape, image_param, printable
 from service.inline_images import decode_base64, decode_item, decode_url
 from service.options import OPTION_NAMES
 
@@ -34,20 +32,25 @@ class JsonForm:
     def __init__(self, limits: BodyLimits) -> None:
         self._limits = limits
         self._chunks: list[bytes] = []
+        self._num_bytes = 0
 
     def feed(self, chunk: bytes) -> None:
         self._chunks.append(chunk)
+        self._num_bytes += len(chunk)
 
     async def finish(self, run_blocking: RunBlocking) -> EmbedBody:
-        body = b"".join(self._chunks)
-        self._chunks.clear()
-        if len(body) > _MAX_INLINE_BYTES:
-            return await run_blocking(parse_json_body, body, self._limits)
-        return parse_json_body(body, self._limits)
+        if self._num_bytes > _MAX_INLINE_BYTES:
+            return await run_blocking(parse_json_body, self._chunks, self._limits)
+        return parse_json_body(self._chunks, self._limits)
 
 
-def parse_json_body(body: bytes, limits: BodyLimits) -> EmbedBody:
-    """Parses the document and decodes its images. Raises `BadRequest`, `InvalidShape`, `TooLarge`."""
+def parse_json_body(chunks: list[bytes], limits: BodyLimits) -> EmbedBody:
+    """Parses the document and decodes its images. Raises `BadRequest`, `InvalidShape`, `TooLarge`.
+
+    Empties `chunks`, so that a large body is not held twice.
+    """
+    body = b"".join(chunks)
+    chunks.clear()
     document = _load(body)
     if not isinstance(document, dict):
         raise InvalidShape('the body must be an object such as {"images": ["<base64>"]}')

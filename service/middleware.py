@@ -9,15 +9,14 @@ import asyncio
 import logging
 import re
 import time
-import uuid
 from typing import NoReturn, cast
 
-import orjson
 from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.answers import FIXED_HEADERS, Headers, error_answer, identity_headers, new_request_id
 from service.context import RequestContext
 from service.errors import ApiError, InternalError, MethodNotAllowed, NotFound, Unavailable
 from service.metrics import OTHER, Metrics
@@ -26,11 +25,6 @@ logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-_FIXED_HEADERS = [
-    (b"cache-control", b"no-store"),
-    (b"x-content-type-options", b"nosniff"),
-    (b"vary", b"Accept"),
-]
 
 
 class RequestMiddleware:
@@ -119,33 +113,28 @@ class _Exchange:
         if message["type"] == "http.response.start":
             self.started = True
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), *_FIXED_HEADERS, *self._own_headers()]
+            message["headers"] = [*message.get("headers", ()), *FIXED_HEADERS, *self._own_headers()]
         elif self.is_head:
             message = {**message, "body": b""}
         await self._send(message)
 
     async def send_error(self, error: ApiError) -> None:
         self.error = error
-        body = orjson.dumps(error.body())
-        headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-        headers += [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
+        headers, body = error_answer(error)
         await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
         await self.send({"type": "http.response.body", "body": body})
 
-    def _own_headers(self) -> list[tuple[bytes, bytes]]:
-        stages = [f"{stage};dur={seconds * 1e3:.2f}" for stage, seconds in self.context.stages_s.items()]
-        stages.append(f"total;dur={(time.perf_counter() - self.started_at) * 1e3:.2f}")
-        return [
-            (b"x-request-id", self.context.request_id.encode()),
-            (b"server-timing", ", ".join(stages).encode()),
-        ]
+    def _own_headers(self) -> Headers:
+        timings_ms = {str(stage): seconds * 1e3 for stage, seconds in self.context.stages_s.items()}
+        timings_ms["total"] = (time.perf_counter() - self.started_at) * 1e3
+        return identity_headers(self.context.request_id, timings_ms)
 
 
 def _request_id(scope: Scope) -> str:
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
             return cast(bytes, value).decode()
-    return uuid.uuid4().hex
+    return new_request_id()
 
 
 async def raise_api_error(request: Request, error: Exception) -> NoReturn:

@@ -16,12 +16,11 @@ from service.embed_body import (
     BodyLimits,
     EmbedBody,
     RunBlocking,
-    check_images,
     image_too_large,
-    printable,
+    join_images,
     too_many_images,
 )
-from service.errors import BadRequest
+from service.errors import BadRequest, printable
 from service.options import OPTION_NAMES
 
 _BOUNDARY = re.compile(rb"[ -~]{0,69}[!-~]")  # RFC 2046 allows 70 characters, the last one no space
@@ -51,7 +50,7 @@ class MultipartForm:
             message = "multipart/form-data needs a boundary of 1 to 70 characters in the Content-Type header"
             raise BadRequest(message, code="invalid_body")
         self._limits = limits
-        self._images: list[bytes] = []
+        self._images: list[list[bytes]] = []  # each in its chunks
         self._options: dict[str, str | bool] = {}
         self._part = _Part()
         self._complete = False
@@ -80,7 +79,7 @@ class MultipartForm:
     async def finish(self, run_blocking: RunBlocking) -> EmbedBody:
         if not self._complete:
             raise BadRequest("the multipart body ends before its last boundary", code="invalid_body")
-        return EmbedBody(check_images(self._images), self._options)
+        return EmbedBody(await join_images(self._images, run_blocking), self._options)
 
     def _begin_part(self) -> None:
         self._part = _Part()
@@ -136,13 +135,11 @@ class MultipartForm:
 
     def _end_part(self) -> None:
         part = self._part
-        data = b"".join(part.chunks)
-        part.chunks.clear()
         if part.option is None:
-            self._images.append(data)
+            self._images.append(part.chunks)
             return
         try:
-            self._options[part.option] = data.decode()
+            self._options[part.option] = b"".join(part.chunks).decode()
         except UnicodeDecodeError:
             message = f"option {part.option} is not UTF-8"
             raise BadRequest(message, code="invalid_option", param=part.option) from None

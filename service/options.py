@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 import torch
 
 from models import OutputSpec
-from service.errors import BadRequest, NotAcceptable
+from service.errors import BadRequest, NotAcceptable, printable
 
 Pooling = Literal["mean", "none"]
 DtypeName = Literal["float32", "float16", "bfloat16"]
@@ -85,12 +85,20 @@ def read_query(query_string: bytes) -> dict[str, str]:
             raise BadRequest(
                 f"unknown query parameter {_quoted(name)}; the options are {', '.join(OPTION_NAMES)}",
                 code="invalid_option",
-                param=name[:64],
+                param=printable(name),
             )
         if name in options:
             raise BadRequest(f"the query gives {name} twice", code="invalid_option", param=name)
         options[name] = value
     return options
+
+
+def check_options(sent: Mapping[str, str | bool]) -> None:
+    """Refuses values, and conflicts between values, that no further option and no default could mend.
+
+    Raises 400 `invalid_option` and 400 `option_conflict`.
+    """
+    _refuse_conflicts({**_choices(sent), **_flags(sent)})
 
 
 def resolve_options(sent: Mapping[str, str | bool], accept: str | None) -> EmbedOptions:
@@ -99,8 +107,7 @@ def resolve_options(sent: Mapping[str, str | bool], accept: str | None) -> Embed
     `accept` is the request's `Accept` header and decides where no `format` was sent. Raises 400
     `invalid_option`, 400 `option_conflict`, and 406.
     """
-    chosen = {name: _choice(name, sent[name]) for name in CHOICES if name in sent}
-    flags = {name: _flag(name, sent[name]) for name in FLAGS if name in sent}
+    chosen, flags = _choices(sent), _flags(sent)
     if "format" not in chosen and negotiate(accept, MEDIA_TYPES) is None:
         raise NotAcceptable(
             f"this route answers {', '.join(MEDIA_TYPES)}; the Accept header allows none of it"
@@ -113,20 +120,30 @@ def resolve_options(sent: Mapping[str, str | bool], accept: str | None) -> Embed
         dtype=cast(DtypeName, chosen.get("dtype", "float32")),
         encoding_format=cast(EncodingFormat, chosen.get("encoding_format", "float")),
     )
-    _refuse_conflicts(options)
+    _refuse_conflicts(vars(options))
     return options
 
 
-def _refuse_conflicts(options: EmbedOptions) -> None:
-    if options.normalize and options.pooling == "none":
+def _choices(sent: Mapping[str, str | bool]) -> dict[str, str]:
+    return {name: _choice(name, sent[name]) for name in CHOICES if name in sent}
+
+
+def _flags(sent: Mapping[str, str | bool]) -> dict[str, bool]:
+    return {name: _flag(name, sent[name]) for name in FLAGS if name in sent}
+
+
+def _refuse_conflicts(values: Mapping[str, str | bool]) -> None:
+    """Looks at the options that are there; one that is missing conflicts with none."""
+    pooling, dtype = values.get("pooling"), values.get("dtype", "float32")
+    if values.get("normalize") and pooling == "none":
         raise _conflict("normalize", "normalize=true applies to pooling=mean only")
-    if options.deepstack and options.pooling == "mean":
+    if values.get("deepstack") and pooling == "mean":
         raise _conflict(
             "deepstack", "deepstack=true applies to pooling=none only: the mean covers the main columns"
         )
-    if options.encoding_format == "float" and options.dtype != "float32":
+    if values.get("encoding_format") == "float" and dtype != "float32":
         raise _conflict(
-            "dtype", f"JSON floats are float32; ask for dtype={options.dtype} with encoding_format=base64"
+            "dtype", f"JSON floats are float32; ask for dtype={dtype} with encoding_format=base64"
         )
 
 
@@ -155,7 +172,7 @@ def _invalid(name: str, value: str | bool, allowed: str) -> BadRequest:
 
 
 def _quoted(text: str) -> str:
-    return f'"{text[:64]}"'
+    return f'"{printable(text)}"'
 
 
 def negotiate(accept: str | None, served: Mapping[str, str]) -> str | None:

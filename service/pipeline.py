@@ -19,13 +19,14 @@ from typing import Protocol, TypeVar, TypeVarTuple
 from fastapi import Request
 
 from models import AspectRatioError, BatchResult, EncodeItem, Patches, VisionEncoder
-from service.body import BodyLimits, EmbedBody, read_embed_body
+from service.body import read_embed_body, takes_options
 from service.caller import watch
 from service.context import RequestContext, context_of
+from service.embed_body import BodyLimits, EmbedBody
 from service.encoding import ImageFacts, ModelIdentity, encode_json
-from service.errors import ApiError, BadRequest, TooLarge, UnsupportedMedia
+from service.errors import ApiError, BadRequest, TooLarge, UnsupportedMedia, image_param
 from service.images import ImageHeader, ImageLimits, read_header
-from service.options import EmbedOptions, read_query, resolve_options
+from service.options import EmbedOptions, check_options, read_query, resolve_options
 from service.settings import Settings
 
 T = TypeVar("T")
@@ -72,6 +73,10 @@ class Pipeline:
         """The JSON body of the answer. Raises `ApiError`, or `ClientDisconnect` once the caller has left."""
         context = context_of(request.scope)
         query = read_query(request.scope["query_string"])
+        if takes_options(request.headers.get("content-type")):
+            check_options(query)
+        else:
+            resolve_options(query, _accept(request))  # refuses what would be refused after the body
         body = await self._read(request, context)
         options = resolve_options({**body.options, **query}, _accept(request))
         with watch(request.receive) as caller:
@@ -208,7 +213,7 @@ def _accept(request: Request) -> str | None:
 @contextmanager
 def _blaming(index: int) -> Iterator[None]:
     """Says in an error which image it is about."""
-    param = f"images[{index}]"
+    param = image_param(index)
     try:
         yield
     except ApiError as error:

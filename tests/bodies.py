@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TypeVar, TypeVarTuple
 
-from service.body import BodyLimits, EmbedBody, read_embed_body
+from service.body import read_embed_body
+from service.embed_body import BodyLimits, EmbedBody
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -3,17 +3,23 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from urllib.parse import urlencode
 
 import httpx
 import numpy as np
 import pytest
 import torch
-from prometheus_client import CollectorRegistry
+from hypothesis import HealthCheck, example, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from models import EncodeItem, ModelError, OutputSpec
 from service.app import COUNTED_ROUTES, create_app
@@ -21,7 +27,8 @@ from service.engine import State
 from service.errors import ERROR_CODES
 from service.metrics import MISS_REASONS
 from service.options import OPTION_NAMES
-from service.schemas import EmbedResponse, ErrorResponse, Info, ModelList
+from service.routes import docs
+from service.schemas import PIXEL, EmbedResponse, ErrorResponse, Info, ModelList
 from service.settings import Settings
 from tests.conftest import (
     FINGERPRINT,
@@ -57,6 +64,10 @@ def embed_at_once(service: Service, images: Sequence[bytes]) -> list[httpx.Respo
         return await asyncio.gather(*[post(service, image) for image in images])
 
     return service.runner.run(all_at_once())
+
+
+def message_of(response: httpx.Response) -> str:
+    return ErrorResponse.model_validate_json(response.content).error.message
 
 
 def test_embed_answers_the_embedding_of_an_image(service: Service) -> None:
@@ -98,22 +109,38 @@ def test_all_options_reach_the_encoder(service: Service) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "headers", "expected"),
+    ("query", "headers", "expected", "message"),
     [
-        ("?poling=mean", {}, (400, "invalid_option", "poling")),
-        ("?pooling=max", {}, (400, "invalid_option", "pooling")),
-        ("?deepstack=1", {}, (400, "option_conflict", "deepstack")),
-        ("?format=npy", {}, (400, "invalid_option", "format")),
-        ("", {"accept": "text/html"}, (406, "not_acceptable", None)),
-        ("", {"content_type": "text/plain"}, (415, "unsupported_content_type", None)),
-        ("", {"content_type": "application/json"}, (400, "invalid_json", None)),
-        ("", {"content_encoding": "gzip"}, (415, "unsupported_content_type", None)),
+        ("?poling=mean", {}, (400, "invalid_option", "poling"), 'unknown query parameter "poling"'),
+        ("?pooling=max", {}, (400, "invalid_option", "pooling"), 'must be mean or none, not "max"'),
+        ("?deepstack=1", {}, (400, "option_conflict", "deepstack"), "pooling=none only"),
+        ("?format=npy", {}, (400, "invalid_option", "format"), 'must be json, not "npy"'),
+        ("", {"accept": "text/html"}, (406, "not_acceptable", None), "answers application/json"),
+        (
+            "",
+            {"content_type": "text/plain"},
+            (415, "unsupported_content_type", None),
+            "text/plain is not served; served are image/*",
+        ),
+        ("", {"content_type": "application/json"}, (400, "invalid_json", None), "not UTF-8"),
+        (
+            "",
+            {"content_encoding": "gzip"},
+            (415, "unsupported_content_type", None),
+            "without Content-Encoding",
+        ),
     ],
 )
 def test_refusals_of_embed(
-    query: str, headers: dict[str, str], expected: tuple[int, str, str | None], service: Service
+    query: str,
+    headers: dict[str, str],
+    expected: tuple[int, str, str | None],
+    message: str,
+    service: Service,
 ) -> None:
-    assert error_of(service.embed(encode_image(), query, **headers)) == expected
+    response = service.embed(encode_image(), query, **headers)
+    assert error_of(response) == expected
+    assert message in message_of(response)
     assert service.encoder.batches == []
     assert service.metric("errors_total", code=expected[1]) == 1
     assert service.metric("requests_total", route="/embed", status=str(expected[0])) == 1
@@ -122,24 +149,66 @@ def test_refusals_of_embed(
 def test_one_bad_image_fails_the_whole_request_and_is_named(service: Service) -> None:
     response = service.embed_form(encode_image(), b"no image", encode_image())
     assert error_of(response) == (400, "invalid_image", "images[1]")
+    assert "not an image; the formats served are JPEG" in message_of(response)
     assert service.encoder.batches == []
 
 
+TEXT = st.text(st.characters(codec=None, categories=None), max_size=70)
+
+
+@hypothesis_settings(
+    derandomize=True,
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    document=st.dictionaries(
+        st.sampled_from(["images", *OPTION_NAMES]) | TEXT,
+        TEXT | st.booleans() | st.lists(TEXT | st.fixed_dictionaries({"data": TEXT}), max_size=2),
+        max_size=3,
+    ),
+    name=TEXT,
+)
+@example(document={"images": PIXEL, "pooling": "\ud800"}, name="pooling")
+@example(document={"images": PIXEL, "\ud800": "x"}, name="\udfff")
+@example(document={"images": {"data": PIXEL, "\ud800": "x"}}, name="dtype")
+@example(document={"images": "\ud800"}, name="x")
+def test_no_text_of_a_client_makes_an_error_that_cannot_be_sent(
+    document: dict[str, object], name: str, service: Service
+) -> None:
+    response = service.embed(json.dumps(document).encode(), content_type="application/json")
+    assert response.status_code in (200, 400, 413, 422)
+    query = urlencode({name: name}, errors="surrogatepass")
+    response = service.embed(encode_image(), f"?{query}")
+    assert error_of(response)[0] == 400
+    assert response.content.isascii()
+
+
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("changes", "expected", "message"),
     [
-        ({"max_body_bytes": 1000, "max_image_bytes": 1000}, (413, "body_too_large", None)),
-        ({"max_image_bytes": 1000}, (413, "image_too_large", "images[0]")),
-        ({"max_image_pixels": 1000}, (413, "too_many_pixels", "images[0]")),
-        ({"max_images_per_request": 1}, (413, "too_many_images", "images")),
-        ({"max_request_tokens": 5}, (413, "too_many_tokens", "images[0]")),
+        ({"max_body_bytes": 1000, "max_image_bytes": 1000}, (413, "body_too_large", None), "1000 bytes"),
+        ({"max_image_bytes": 1000}, (413, "image_too_large", "images[0]"), "1000 bytes"),
+        ({"max_image_pixels": 1000}, (413, "too_many_pixels", "images[0]"), "6,144 pixels (96 x 64)"),
+        ({"max_images_per_request": 1}, (413, "too_many_images", "images"), "1 images allowed"),
+        (
+            {"max_request_tokens": 5},
+            (413, "too_many_tokens", "images[0]"),
+            "6 tokens, and a request",
+        ),
     ],
 )
 def test_every_limit_of_the_settings_holds(
-    changes: dict[str, int], expected: tuple[int, str, str | None], serve: Serve, settings: Settings
+    changes: dict[str, int],
+    expected: tuple[int, str, str | None],
+    message: str,
+    serve: Serve,
+    settings: Settings,
 ) -> None:
-    service = serve(only(settings, **changes))
-    assert error_of(service.embed_form(encode_image(), encode_image())) == expected
+    response = serve(only(settings, **changes)).embed_form(encode_image(), encode_image())
+    assert error_of(response) == expected
+    assert message in message_of(response)
 
 
 def test_numbers_that_are_not_finite_are_an_error(serve: Serve) -> None:
@@ -163,6 +232,7 @@ def test_a_batch_that_fails_is_an_internal_error_and_the_next_one_works(serve: S
     service = serve(encoders=[FakeEncoder(fail)])
     response = service.embed(encode_image())
     assert error_of(response) == (500, "internal_error", None)
+    assert "its log has the request id" in message_of(response)
     assert "secret" not in response.text
     assert service.embed(encode_image()).status_code == 200
 
@@ -173,7 +243,9 @@ def test_a_lost_device_is_told_to_callers_and_probes(serve: Serve) -> None:
 
     service = serve(encoders=[FakeEncoder(fail)])
     for _ in range(2):
-        assert error_of(service.embed(encode_image())) == (503, "device_failed", None)
+        response = service.embed(encode_image())
+        assert error_of(response) == (503, "device_failed", None)
+        assert "must be restarted" in message_of(response)
     for probe in ("/healthz", "/readyz", "/health"):
         assert error_of(service.get(probe)) == (503, "device_failed", None)
 
@@ -184,6 +256,7 @@ def test_before_the_model_is_loaded_only_liveness_is_well(serve: Serve, gate: th
     for path in ("/readyz", "/health", "/info"):
         response = service.get(path)
         assert error_of(response) == (503, "not_ready", None)
+        assert "still being loaded" in message_of(response)
         assert response.headers["retry-after"] == "5"
     for path in ("/v1/models", "/metrics", "/docs", "/openapi.json"):
         assert service.get(path).status_code == 200
@@ -262,6 +335,7 @@ def test_models_are_listed_in_the_shape_of_openai(serve: Serve, settings: Settin
 def test_an_unknown_path_is_404(path: str, service: Service) -> None:
     response = service.request("POST", f"http://sidecar{path}")
     assert error_of(response) == (404, "not_found", None)
+    assert "/docs has those that there are" in message_of(response)
     assert response.headers["vary"] == "Accept"
     assert service.metric("requests_total", route="other", status="404") == 1
 
@@ -283,6 +357,7 @@ def test_a_wrong_method_is_405(method: str, path: str, allow: str, service: Serv
     assert response.headers["allow"] == allow
     if method != "HEAD":
         assert error_of(response) == (405, "method_not_allowed", None)
+        assert message_of(response) == f"{path} takes {allow}"
 
 
 @pytest.mark.parametrize(
@@ -377,11 +452,38 @@ def test_openapi_describes_every_route_option_and_error(service: Service) -> Non
     assert all(operation["summary"] for operation in operations)
 
 
+def test_docs_are_made_at_start_and_not_at_a_request(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> bytes:
+        raise AssertionError("made at a request")
+
+    monkeypatch.setattr(docs, "_read_asset", fail)
+    monkeypatch.setattr(service.app, "openapi", fail)
+    for path in docs.PATHS:
+        assert service.get(path).status_code == 200
+
+
+def test_metrics_are_written_off_the_event_loop(service: Service) -> None:
+    threads = []
+
+    class Watching(Collector):
+        def collect(self) -> Iterator[Metric]:
+            threads.append(threading.current_thread())
+            yield from ()
+
+    service.registry.register(Watching())
+    threads.clear()
+    service.get("/metrics")
+    assert len(threads) == 1
+    assert threading.main_thread() not in threads
+
+
 def test_examples_of_openapi_work(service: Service) -> None:
     schema = service.get("/openapi.json").json()
     content = schema["paths"]["/embed"]["post"]["requestBody"]["content"]["application/json"]
-    for example in content["examples"].values():
-        assert service.request("POST", "/embed", json=example["value"]).status_code == 200
+    for shown in content["examples"].values():
+        assert service.request("POST", "/embed", json=shown["value"]).status_code == 200
 
 
 def test_the_demo_model_is_named_as_such(

@@ -146,8 +146,19 @@ def test_what_the_stream_raises_passes_through(content_type: str, error: BaseExc
     assert not isinstance(caught.value, ApiError)
 
 
-@pytest.mark.parametrize(("num_spaces", "num_hops"), [(0, 0), (2**16, 1)])
-def test_only_large_json_leaves_the_event_loop(num_spaces: int, num_hops: int) -> None:
+@pytest.mark.parametrize(
+    ("content_type", "body", "num_hops"),
+    [
+        ("application/json", b'{"images": "AAAA"}', 0),
+        ("application/json", b" " * 2**16 + b'{"images": "AAAA"}', 1),
+        ("image/png", bytes(2**20), 0),
+        ("image/png", bytes(2**20 + 1), 1),
+        (MULTIPART, multipart(image_part(bytes(2**20))), 0),
+        (MULTIPART, multipart(image_part(bytes(2**19)), image_part(bytes(2**19 + 1))), 1),
+    ],
+)
+def test_only_large_bodies_leave_the_event_loop(content_type: str, body: bytes, num_hops: int) -> None:
+    limits = replace(LIMITS, max_body_bytes=2**22, max_image_bytes=2**22)
     calls: list[Any] = []
 
     async def main() -> tuple[bytes, ...]:
@@ -157,11 +168,10 @@ def test_only_large_json_leaves_the_event_loop(num_spaces: int, num_hops: int) -
                 calls.append(fn)
                 return await asyncio.get_running_loop().run_in_executor(pool, fn, *args)
 
-            chunks = stream([b" " * num_spaces, b'{"images": "AAAA"}'])
-            body = await read_embed_body("application/json", None, chunks, LIMITS, run_blocking)
-            return body.images
+            chunks = stream([body[:1000], body[1000:]])
+            return (await read_embed_body(content_type, None, chunks, limits, run_blocking)).images
 
-    assert asyncio.run(main()) == (b"\0\0\0",)
+    assert asyncio.run(main()) == read(content_type, body, limits=limits).images
     assert len(calls) == num_hops
 
 

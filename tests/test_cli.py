@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import signal
@@ -13,8 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+import simplejpeg
+import skimage
+import torch
 
+from models import VisionEncoder
 from service.__main__ import address, listen, main
 from tests.conftest import encode_image
 
@@ -63,9 +69,11 @@ class Process:
         return self._process.returncode
 
     def kill(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.communicate()
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
 
 
 class SlowUpload:
@@ -90,6 +98,33 @@ class SlowUpload:
         with self._socket:
             head = self._socket.recv(12)
         return int(head[9:12]) if head else 0
+
+
+class SlowReader:
+    """A request for many tokens whose answer fills every buffer on the way, as no one reads it yet."""
+
+    def __init__(self, url: str) -> None:
+        images = [encode_image(1024, 1024, format="JPEG", seed=n) for n in range(8)]
+        request = httpx.Request(
+            "POST",
+            f"{url}/embed?pooling=none&deepstack=true&encoding_format=base64",
+            files=[("image", (f"{i}.jpg", image)) for i, image in enumerate(images)],
+        )
+        lines = [f"{name}: {value}" for name, value in request.headers.items()]
+        host, port = url.removeprefix("http://").rsplit(":", 1)
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        self._socket.settimeout(60)
+        self._socket.connect((host, int(port)))
+        head = "\r\n".join([f"POST {request.url.raw_path.decode()} HTTP/1.1", *lines, "", ""])
+        self._socket.sendall(head.encode() + request.read())
+
+    def wait_for_the_first_bytes(self) -> None:
+        assert self._socket.recv(12) == b"HTTP/1.1 200"
+
+    def rest(self) -> bytes:
+        with self._socket, self._socket.makefile("rb") as file:
+            return file.read()
 
 
 @pytest.fixture
@@ -128,6 +163,7 @@ def test_serves_and_stops_with_0_after_what_was_in_flight(start: Callable[..., P
     answer = httpx.post(f"{process.url}/embed", content=encode_image(), headers={"content-type": "image/png"})
     assert answer.status_code == 200
     assert "server" not in answer.headers
+    assert "connection" not in answer.headers
     SlowUpload(process.url).leave()
     wait_for_metric(process.url, 'requests_total{route="/embed",status="499"} 1.0')
     upload = SlowUpload(process.url)
@@ -138,6 +174,7 @@ def test_serves_and_stops_with_0_after_what_was_in_flight(start: Callable[..., P
         f"{process.url}/embed", content=encode_image(), headers={"content-type": "image/png"}
     )
     assert newcomer.status_code == 503
+    assert newcomer.headers["connection"] == "close"
     httpx.get(f"{process.url}/healthz").raise_for_status()
     upload.finish()
     assert upload.status() == 200
@@ -145,6 +182,36 @@ def test_serves_and_stops_with_0_after_what_was_in_flight(start: Callable[..., P
     assert all(LINE.fullmatch(line) for line in process.log), process.log
     assert any("random" in line for line in process.log)
     assert not any("200" in line for line in process.log)
+
+
+def test_a_photograph_from_bytes_to_vector(start: Callable[..., Process]) -> None:
+    photograph = (Path(skimage.__file__).parent / "data" / "rocket.jpg").read_bytes()
+    process = start().ready()
+    response = httpx.post(f"{process.url}/embed", content=photograph, headers={"content-type": "image/jpeg"})
+    assert response.status_code == 200
+    [entry] = response.json()["data"]
+    assert (entry["width"], entry["height"]) == (640, 427)
+    assert entry["sha256"] == hashlib.sha256(photograph).hexdigest()
+    encoder = VisionEncoder.from_pretrained("demo", device="cpu", dtype=torch.float32)
+    [tokens] = encoder.encode([encoder.preprocess(simplejpeg.decode_jpeg(photograph, "RGB"))])
+    mean = tokens[:, : encoder.hidden_size].mean(dim=0)
+    assert len(entry["embedding"]) == encoder.hidden_size
+    assert np.linalg.norm(entry["embedding"]) == pytest.approx(1, abs=1e-6)
+    assert entry["embedding"] == pytest.approx((mean / mean.norm()).tolist(), abs=1e-5)
+
+
+def test_a_slow_reader_gets_the_rest_of_its_answer_at_shutdown(start: Callable[..., Process]) -> None:
+    process = start().ready()
+    reader = SlowReader(process.url)
+    reader.wait_for_the_first_bytes()
+    process.signal(signal.SIGTERM)
+    process.wait_for_line("stopping")
+    time.sleep(2.5)  # more than uvicorn would wait without being told of the grace
+    head, _, body = reader.rest().partition(b"\r\n\r\n")
+    length = re.search(rb"content-length: (\d+)", head)
+    assert length is not None
+    assert len(body) == int(length[1]) > 16_000_000
+    assert process.exit_code() == 0
 
 
 def test_the_grace_at_shutdown_ends(start: Callable[..., Process]) -> None:

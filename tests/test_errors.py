@@ -1,10 +1,13 @@
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from service.errors import (
     ERROR_CODES,
     ApiError,
     BadRequest,
     BodyTimeout,
+    HeadersTooLarge,
     InternalError,
     InvalidShape,
     MethodNotAllowed,
@@ -12,14 +15,13 @@ from service.errors import (
     NotAcceptable,
     NotFound,
     TooLarge,
-    Unauthorized,
     Unavailable,
     UnsupportedMedia,
+    printable,
 )
 
 EXAMPLES: list[tuple[ApiError, int, str, str]] = [
     (BadRequest("m", code="invalid_image"), 400, "invalid_request_error", "invalid_image"),
-    (Unauthorized("m"), 401, "authentication_error", "invalid_api_key"),
     (NotFound("m"), 404, "invalid_request_error", "not_found"),
     (MethodNotAllowed("m", allow="GET, HEAD"), 405, "invalid_request_error", "method_not_allowed"),
     (NotAcceptable("m"), 406, "invalid_request_error", "not_acceptable"),
@@ -31,6 +33,7 @@ EXAMPLES: list[tuple[ApiError, int, str, str]] = [
         "invalid_request_error",
         "unsupported_image_format",
     ),
+    (HeadersTooLarge("m"), 431, "invalid_request_error", "headers_too_large"),
     (InvalidShape("m"), 422, "invalid_request_error", "invalid_request"),
     (InternalError("m"), 500, "server_error", "internal_error"),
     (NonFiniteOutput("m"), 500, "server_error", "non_finite_output"),
@@ -72,12 +75,21 @@ def test_param_may_be_given_or_added_later() -> None:
     ("error", "headers"),
     [
         (NotFound("m"), {}),
-        (Unauthorized("m"), {"WWW-Authenticate": "Bearer"}),
         (MethodNotAllowed("m", allow="GET, HEAD"), {"Allow": "GET, HEAD"}),
-        (BodyTimeout("m"), {"Connection": "close"}),
+        (BodyTimeout("m"), {}),
         (Unavailable("m"), {"Retry-After": "5"}),
         (InternalError("m"), {}),
     ],
 )
 def test_headers_that_belong_to_an_error(error: ApiError, headers: dict[str, str]) -> None:
     assert error.headers() == headers
+
+
+@given(text=st.text(max_size=100))
+@example(text="\ud800")
+@example(text="\U0001f600" * 100)
+def test_text_of_a_client_is_shown_in_ascii_and_cut(text: str) -> None:
+    shown = printable(text)
+    assert shown.isascii()
+    assert shown.isprintable()
+    assert len(shown) <= 640

@@ -179,7 +179,8 @@ def test_query_is_read_with_escapes_and_blanks() -> None:
         (b"Pooling=none", "Pooling"),
         (b"images=x", "images"),
         (b"pooling=mean&pooling=none", "pooling"),
-        (b"%ff=1", "\N{REPLACEMENT CHARACTER}"),
+        (b"%ff=1", "\\ufffd"),
+        (b"%ed%a0%80=1", "\\ufffd\\ufffd\\ufffd"),
         (b"x" * 5000 + b"=1", "x" * 64),
     ],
 )

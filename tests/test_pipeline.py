@@ -7,11 +7,13 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
@@ -27,11 +29,16 @@ LEFT: Message = {"type": "http.disconnect"}
 
 
 class RecordingPreprocessor(Preprocessor):
-    """Says in which threads images were decoded."""
+    """Says in which threads images were checked and decoded."""
 
     def __init__(self) -> None:
         super().__init__(CONFIG)
         self.threads: list[str] = []
+        self.checked_in: list[str] = []
+
+    def num_tokens(self, height: int, width: int) -> int:
+        self.checked_in.append(threading.current_thread().name)
+        return super().num_tokens(height, width)
 
     def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
         self.threads.append(threading.current_thread().name)
@@ -66,7 +73,7 @@ class Exchange:
         headers: Sequence[tuple[str, str]] = (),
         then: Sequence[Message] = (),
     ) -> None:
-        self._messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}, *then]
+        self.unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}, *then]
         self.context = RequestContext("test")
         self.scope: dict[str, Any] = {
             "type": "http",
@@ -79,9 +86,9 @@ class Exchange:
         self.context.attach(self.scope)
 
     async def receive(self) -> Message:
-        if not self._messages:
+        if not self.unread:
             await asyncio.Event().wait()  # the caller waits for the answer
-        return self._messages.pop(0)
+        return self.unread.pop(0)
 
     def run(self, source: Source, settings: Settings) -> dict[str, Any]:
         async def embed() -> bytes:
@@ -150,7 +157,80 @@ def test_images_are_decoded_off_the_event_loop(num_images: int, settings: Settin
     preprocessor = RecordingPreprocessor()
     json_exchange(*[encode_image()] * num_images).run(Source(preprocessor), settings)
     assert len(preprocessor.threads) == num_images
-    assert all(name.startswith("decode") for name in preprocessor.threads)
+    assert all(name.startswith("decode") for name in preprocessor.threads + preprocessor.checked_in)
+
+
+class Watched(torch.Tensor):
+    """A tensor that says in which threads it was written out."""
+
+    threads: list[str]
+
+    def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:
+        self.threads.append(threading.current_thread().name)
+        return self.as_subclass(torch.Tensor).numpy(force=force)
+
+
+class WatchedSource(Source):
+    """Answers embeddings of a size, each watched."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.embedding = torch.zeros(size).as_subclass(Watched)
+        self.embedding.threads = []
+
+    def submit(self, items: Sequence[EncodeItem]) -> Future[BatchResult]:
+        future: Future[BatchResult] = Future()
+        future.set_result(replace(super().submit(items).result(), embeddings=(self.embedding,)))
+        return future
+
+
+@pytest.mark.parametrize(("size", "thread"), [(32_768, "MainThread"), (32_769, "decode")])
+def test_large_answers_are_written_off_the_event_loop(size: int, thread: str, settings: Settings) -> None:
+    source = WatchedSource(size)
+    Exchange(encode_image()).run(source, settings)
+    assert [name.split("_")[0] for name in source.embedding.threads] == [thread]
+
+
+class Ticking(RecordingPreprocessor):
+    """Waits in every step for the event loop to have done something else meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tick = threading.Event()
+
+    def wait(self) -> None:
+        self.tick.clear()
+        assert self.tick.wait(10), "the event loop stands still"
+
+    def num_tokens(self, height: int, width: int) -> int:
+        self.wait()
+        return super().num_tokens(height, width)
+
+    def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+        self.wait()
+        return super().__call__(rgb)
+
+
+def test_the_event_loop_goes_on_while_images_are_prepared(settings: Settings) -> None:
+    preprocessor = Ticking()
+    source = Source(preprocessor)
+
+    async def heartbeat() -> None:
+        while True:
+            preprocessor.tick.set()
+            await asyncio.sleep(0.001)
+
+    async def main() -> bytes:
+        beating = asyncio.create_task(heartbeat())
+        try:
+            with ThreadPoolExecutor(1) as executor:
+                exchange = json_exchange(*[encode_image()] * 3)
+                request = Request(exchange.scope, exchange.receive)
+                return await Pipeline(settings, source, executor).embed(request)
+        finally:
+            beating.cancel()
+
+    assert len(json.loads(asyncio.run(main()))["data"]) == 3
 
 
 def test_a_query_parameter_wins(settings: Settings) -> None:
@@ -162,10 +242,44 @@ def test_a_query_parameter_wins(settings: Settings) -> None:
     assert (output.pooled, output.normalize) == (True, False)
 
 
-def test_a_bad_query_is_refused_before_the_body_is_read(settings: Settings) -> None:
-    exchange = Exchange(encode_image(), query="poling=none")
-    assert exchange.refusal(settings).param == "poling"
-    assert len(exchange._messages) == 1
+@pytest.mark.parametrize(
+    ("query", "code", "param"),
+    [
+        ("poling=none", "invalid_option", "poling"),
+        ("pooling=max", "invalid_option", "pooling"),
+        ("normalize=maybe", "invalid_option", "normalize"),
+        ("normalize=1&pooling=none", "option_conflict", "normalize"),
+        ("deepstack=1&pooling=mean", "option_conflict", "deepstack"),
+        ("dtype=float16&encoding_format=float", "option_conflict", "dtype"),
+    ],
+)
+def test_a_bad_query_is_refused_before_the_body_is_read(
+    query: str, code: str, param: str, settings: Settings
+) -> None:
+    body = {"images": base64.b64encode(encode_image()).decode(), "pooling": "none", "format": "json"}
+    exchange = Exchange(json.dumps(body).encode(), "application/json", query=query)
+    error = exchange.refusal(settings)
+    assert (error.code, error.param) == (code, param)
+    assert len(exchange.unread) == 1
+
+
+@pytest.mark.parametrize(
+    ("query", "accept", "code"),
+    [("deepstack=1", "*/*", "option_conflict"), ("", "text/html", "not_acceptable")],
+)
+def test_what_no_image_could_mend_is_refused_before_it_is_read(
+    query: str, accept: str, code: str, settings: Settings
+) -> None:
+    exchange = Exchange(encode_image(), query=query, headers=[("accept", accept)])
+    assert exchange.refusal(settings).code == code
+    assert len(exchange.unread) == 1
+
+
+def test_what_a_body_with_options_may_mend_is_not_refused_before(settings: Settings) -> None:
+    body = {"images": base64.b64encode(encode_image()).decode(), "pooling": "none", "format": "json"}
+    content = json.dumps(body).encode()
+    accept = [("accept", "text/html")]
+    Exchange(content, "application/json", query="deepstack=1", headers=accept).run(Source(), settings)
 
 
 def test_headers_of_all_images_come_before_the_pixels_of_any(settings: Settings) -> None:
@@ -240,7 +354,7 @@ def test_work_for_a_caller_who_left_is_not_submitted(settings: Settings) -> None
 
 def test_a_caller_who_leaves_during_the_body_ends_the_request(settings: Settings) -> None:
     exchange = Exchange(b"", then=[])
-    exchange._messages[:] = [{"type": "http.request", "body": b"half", "more_body": True}, LEFT]
+    exchange.unread[:] = [{"type": "http.request", "body": b"half", "more_body": True}, LEFT]
     with pytest.raises(ClientDisconnect):
         exchange.run(Source(), settings)
 
@@ -259,8 +373,8 @@ def test_answers_for_a_caller_who_left_are_not_written(settings: Settings) -> No
             self.leave: Callable[[], None] = lambda: None
 
         async def receive(self) -> Message:
-            if self._messages:
-                return self._messages.pop(0)
+            if self.unread:
+                return self.unread.pop(0)
             left = asyncio.Event()
             self.leave = left.set
             await left.wait()

@@ -44,15 +44,18 @@ _POLICY = (
 
 
 def add_routes(router: APIRouter, app: FastAPI) -> None:
+    """Comes after the routes that are to be described: all answers are made here, none at a request."""
+    assets = {path: (media_type, _read_asset(name)) for path, (media_type, name) in ASSETS.items()}
+
     async def openapi(request: Request) -> Response:
-        return Response(orjson.dumps(app.openapi()), media_type="application/json")
+        return Response(description, media_type="application/json")
 
     async def page(request: Request) -> Response:
         return HTMLResponse(_HTML, headers={"Content-Security-Policy": _POLICY})
 
     async def asset(request: Request) -> Response:
-        media_type, name = ASSETS[request.scope["path"]]
-        return Response(_read_asset(name), media_type=media_type)
+        media_type, content = assets[request.scope["path"]]
+        return Response(content, media_type=media_type)
 
     async def start(request: Request) -> Response:
         return Response(_START_JS, media_type="text/javascript")
@@ -62,6 +65,7 @@ def add_routes(router: APIRouter, app: FastAPI) -> None:
     router.add_api_route(START, start, include_in_schema=False)
     for path in ASSETS:
         router.add_api_route(path, asset, include_in_schema=False)
+    description = orjson.dumps(app.openapi())
 
 
 def _read_asset(name: str) -> bytes:

@@ -1,0 +1,239 @@
+"""HTTP/1.1 on one connection: uvicorn's protocol, with limits on what comes before and beside a body.
+
+- The header section, a trailer section or anything else that is no body may have 64 KiB; a request that
+  began has a limited time until its headers are complete, and so has a connection until its first request.
+- What is no HTTP, or over such a limit, gets the one error body, as all other errors do.
+- An answer given before the request's body was read ends the connection, and what the client is still
+  sending is dropped, for a while, so that it gets to read the answer instead of a reset.
+
+Knows sockets and HTTP framing; knows nothing of routes. Source of the last rule: RFC 9112, section 9.6.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable
+from typing import Any
+
+import httptools
+from uvicorn import Config
+from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+from service.answers import FIXED_HEADERS, error_answer, identity_headers, new_request_id
+from service.errors import ApiError, BadRequest, BodyTimeout, HeadersTooLarge
+
+MAX_HEADER_BYTES = 2**16
+# After an answer that came early: how long and how much more is read before the connection is cut.
+LINGER_S = 2.0
+LINGER_BYTES = 2**26
+
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+
+
+class Protocol(HttpToolsProtocol):
+    """One connection. While `is_draining()`, every answer is the last one of its connection."""
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        header_timeout_s: float,
+        is_draining: Callable[[], bool],
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._header_timeout_s = header_timeout_s
+        self._is_draining = is_draining
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._in_headers = True  # of the next request, or before them
+        self._num_header_bytes = 0  # since the last byte of a body
+        self._refusal: ApiError | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(_LingeringTransport(transport, self))
+        # uvicorn starts this timer after an answer only; a connection may also never send a request.
+        self.timeout_keep_alive_task = self.loop.call_later(
+            self.timeout_keep_alive, self.timeout_keep_alive_handler
+        )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_header_timer()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_header_bytes += len(data)
+        if self._in_headers:
+            data = _without_upgrade(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            pass  # by CONNECT, or by a header that came in two pieces
+        except httptools.HttpParserError:
+            self._refuse(self._refusal or _invalid_http())
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            self._refuse(_headers_too_large())
+
+    # Callbacks of the parser
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._unset_keepalive_if_required()
+        self._header_timer = self.loop.call_later(self._header_timeout_s, self._on_header_timeout)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # else a trailer, which nothing here reads
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        # One read may bring a whole section that is too large, and a body behind it.
+        if self._num_header_bytes > MAX_HEADER_BYTES and self._header_size() > MAX_HEADER_BYTES:
+            self._refusal = _headers_too_large()
+            raise ValueError("headers too large")
+        self._in_headers = False
+        self._num_header_bytes = 0
+        self._stop_header_timer()
+        super().on_headers_complete()
+
+    def on_chunk_header(self) -> None:
+        self._num_header_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        self._num_header_bytes = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_headers = True
+        self._num_header_bytes = 0
+        super().on_message_complete()
+
+    # What uvicorn's protocol asks of itself
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(_invalid_http())
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        async def answering(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+            async def send_and_maybe_close(message: ASGISendEvent) -> None:
+                if message["type"] == "http.response.start" and (cycle.more_body or self._is_draining()):
+                    cycle.keep_alive = False  # said in the headers, and done when the answer is complete
+                await send(message)
+
+            await app(scope, receive, send_and_maybe_close)
+
+        super()._start_asgi_task(cycle, answering)
+
+    def _header_size(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+    @property
+    def is_in_request(self) -> bool:
+        """Whether the client is in the middle of a request, as far as it was read."""
+        return not self._in_headers or self._num_header_bytes > 0
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _on_header_timeout(self) -> None:
+        self._refuse(BodyTimeout(f"the headers did not arrive within {self._header_timeout_s:g} s"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Ends the connection, with an answer unless one has begun."""
+        if self.transport.is_closing():
+            return
+        self._stop_header_timer()
+        cycle = self.cycle
+        is_answering = cycle is not None and not cycle.response_complete
+        if not (is_answering and cycle.response_started):
+            headers, body = error_answer(error)
+            headers += FIXED_HEADERS + identity_headers(new_request_id(), {"total": 0})
+            headers.append((b"connection", b"close"))
+            lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+            self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[error.status], lines, body))
+        if is_answering:
+            cycle.disconnected = True  # the app has no one to answer any more
+            cycle.message_event.set()
+        self.transport.close()
+
+
+class _LingeringTransport(asyncio.Transport):
+    """A connection whose `close` lets a client that is still sending read the answer first."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: Protocol) -> None:
+        super().__init__()
+        self._transport = transport
+        self._protocol = protocol
+        self._is_lingering = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self._is_lingering:
+            self._transport.write(data)
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def is_closing(self) -> bool:
+        return self._is_lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        if self._protocol.is_in_request:
+            self._is_lingering = True
+            _Lingering(self._transport, self._protocol)
+        else:
+            self._transport.close()
+
+
+class _Lingering(asyncio.Protocol):
+    """Takes over a connection whose answer was the last, and drops what the client still sends.
+
+    To close a socket with unread data resets the connection, and the client may lose the answer. So the
+    end is announced first, and the socket closed when the client closes it or `LINGER_S` are over.
+    """
+
+    def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> None:
+        self._transport = transport
+        self._protocol = protocol
+        self._num_bytes = 0
+        self._timer = asyncio.get_running_loop().call_later(LINGER_S, transport.close)
+        transport.set_protocol(self)
+        transport.write_eof()
+        transport.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._num_bytes > LINGER_BYTES:
+            self._transport.pause_reading()  # the client waits, or reads its answer
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._protocol.connection_lost(exc)
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """Hides a wish for another protocol: none is served, and the parser would take the body for its data."""
+    end = data.find(b"\r\n\r\n")
+    head = data if end < 0 else data[:end]
+    return _UPGRADE.sub(b"\r\nignored:", head) + data[len(head) :] if _UPGRADE.search(head) else data
+
+
+def _invalid_http() -> BadRequest:
+    return BadRequest("the request is not valid HTTP/1.1", code="invalid_http")
+
+
+def _headers_too_large() -> HeadersTooLarge:
+    return HeadersTooLarge(f"the request has more than the {MAX_HEADER_BYTES} bytes of headers allowed")

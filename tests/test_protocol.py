@@ -1,0 +1,381 @@
+"""Connections of a real server, most of them by clients that no library would be."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+import uvloop
+from fastapi import Request, Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
+
+from service import protocol
+from service.protocol import LINGER_BYTES, MAX_HEADER_BYTES, Protocol
+
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
+POST = b"POST /read HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+
+
+class App:
+    """Reads the body of /read and answers how much it was; answers 413 to all else without reading."""
+
+    def __init__(self) -> None:
+        self.left = asyncio.Event()
+        self.headers: list[list[tuple[bytes, bytes]]] = []
+        self.release = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        path = request.url.path
+        if path == "/read":
+            try:
+                body = await request.body()
+            except ClientDisconnect:
+                self.left.set()
+                return
+            self.headers.append(scope["headers"])
+            await Response(b"%d" % len(body))(scope, receive, send)
+        elif path == "/wait":
+            await self.release.wait()
+            await Response(b"waited")(scope, receive, send)
+        else:
+            await Response(b"early", 413)(scope, receive, send)
+
+
+@dataclass
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def code(self) -> str:
+        code: str = json.loads(self.body)["error"]["code"]
+        return code
+
+
+class Connection:
+    """A client that sends the bytes it is told to."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    async def send(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def answer(self) -> Answer:
+        head = (await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), 10)).decode().split("\r\n")
+        headers = dict(line.lower().split(": ", 1) for line in head[1:-2])
+        body = await self._reader.readexactly(int(headers["content-length"]))
+        return Answer(int(head[0].split()[1]), headers, body)
+
+    async def is_closed(self) -> bool:
+        """Waits for the end; False if the server sends more instead."""
+        return not await asyncio.wait_for(self._reader.read(1), 10)
+
+    async def flood(self) -> int:
+        """Sends bytes until the server has had enough; says how many."""
+        num_bytes = 0
+        try:
+            async with asyncio.timeout(10):
+                while True:
+                    await self.send(bytes(2**20))
+                    num_bytes += 2**20
+        except ConnectionError:
+            return num_bytes
+
+    async def is_open(self) -> bool:
+        await self.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        return (await self.answer()).status == 413
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+@dataclass
+class Server:
+    app: App
+    port: int
+    state: ServerState
+    draining: list[bool]
+    clients: list[Connection] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def connect(self) -> Connection:
+        self.clients.append(Connection(*await asyncio.open_connection("127.0.0.1", self.port)))
+        return self.clients[-1]
+
+    async def wait_until_unconnected(self) -> None:
+        async with asyncio.timeout(10):
+            while self.state.connections:  # noqa: ASYNC110 - uvicorn tells no one
+                await asyncio.sleep(0.01)
+
+
+@asynccontextmanager
+async def serving(header_timeout_s: float, keep_alive_s: int) -> AsyncIterator[Server]:
+    app, state, draining = App(), ServerState(), list[bool]()
+    config = uvicorn.Config(app, ws="none", log_config=None, timeout_keep_alive=keep_alive_s)
+    config.load()
+    make = partial(Protocol, header_timeout_s=header_timeout_s, is_draining=lambda: bool(draining))
+    loop = asyncio.get_running_loop()
+    listener = await loop.create_server(lambda: make(config, state, {}), "127.0.0.1", 0)
+    server = Server(app, listener.sockets[0].getsockname()[1], state, draining)
+    try:
+        yield server
+    finally:
+        listener.close()
+        for client in server.clients:
+            client.close()
+        await server.wait_until_unconnected()
+
+
+def run(
+    talk: Callable[[Server], Coroutine[None, None, None]],
+    *,
+    header_timeout_s: float = 30.0,
+    keep_alive_s: int = 30,
+) -> None:
+    async def main() -> None:
+        async with serving(header_timeout_s, keep_alive_s) as server:
+            await talk(server)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
+
+
+def ends_with(data: bytes, status: int, code: str) -> None:
+    """A connection on which `data` is sent gets that refusal and is closed."""
+
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(data)
+        answer = await connection.answer()
+        assert (answer.status, answer.code) == (status, code)
+        assert answer.headers["connection"] == "close"
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.headers["cache-control"] == "no-store"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["vary"] == "accept"
+        assert re.fullmatch("[0-9a-f]{32}", answer.headers["x-request-id"])
+        assert "server-timing" in answer.headers
+        assert await connection.is_closed()
+        connection.close()
+        await server.wait_until_unconnected()
+
+    run(talk)
+
+
+def test_requests_follow_each_other_on_one_connection() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        for size in (0, 5, 300_000):
+            await connection.send(POST + b"content-length: %d\r\n\r\n" % size + b"x" * size)
+            answer = await connection.answer()
+            assert (answer.status, answer.body) == (200, b"%d" % size)
+            assert "connection" not in answer.headers
+        await connection.send((POST + b"content-length: 1\r\n\r\nx") * 3)
+        assert [(await connection.answer()).body for _ in range(3)] == [b"1"] * 3
+
+    run(talk)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01",  # the start of TLS
+        b"hello\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET nowhere HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+        POST + b"content-length: many\r\n\r\n",
+        CHUNKED + b"xyz\r\n",
+    ],
+)
+def test_what_is_no_http_gets_the_error_body(data: bytes) -> None:
+    ends_with(data, 400, "invalid_http")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        GET + b"a: " + b"x" * 2**20,
+        GET + b"x" * 2**20,
+        b"GET /" + b"x" * 2**20,
+        GET + b"a: b\r\n" * 20_000,
+        GET + b"a: " + b"x" * MAX_HEADER_BYTES + b"\r\n\r\n",
+        POST + b"content-length: 5\r\na: " + b"x" * MAX_HEADER_BYTES + b"\r\n\r\nabcde",
+        b"\r\n" * 2**17,
+    ],
+)
+def test_headers_have_a_limit(data: bytes) -> None:
+    ends_with(data, 431, "headers_too_large")
+
+
+@pytest.mark.parametrize("behind", [b"a: " + b"x" * 2**20, b"a: b\r\n" * 100_000])
+def test_trailers_have_the_same_limit(behind: bytes) -> None:
+    ends_with(
+        POST + b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n" + behind, 431, "headers_too_large"
+    )
+
+
+def test_chunk_extensions_have_the_same_limit() -> None:
+    ends_with(CHUNKED + b"3;a=" + b"x" * 2**20, 431, "headers_too_large")
+
+
+def test_headers_up_to_the_limit_pass_and_so_do_tiny_chunks_and_trailers() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(POST + b"a: " + b"x" * (MAX_HEADER_BYTES - 100) + b"\r\n\r\n")
+        assert (await connection.answer()).body == b"0"
+        chunks = b"1\r\nx\r\n" * 50_000 + b"0\r\ncontent-type: trailer\r\n\r\n"
+        await connection.send(CHUNKED + chunks)
+        assert (await connection.answer()).body == b"50000"
+        assert b"content-type" not in dict(server.app.headers[-1])
+
+    run(talk)
+
+
+def test_headers_that_do_not_end_time_out() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        assert await connection.is_open()
+        await connection.send(GET[:20])
+        answer = await connection.answer()
+        assert (answer.status, answer.code) == (408, "body_timeout")
+        assert await connection.is_closed()
+
+    run(talk, header_timeout_s=0.2)
+
+
+def test_a_complete_request_may_take_longer_than_its_headers() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(GET.replace(b"/", b"/wait", 1) + b"\r\n")
+        await asyncio.sleep(0.3)
+        server.app.release.set()
+        assert (await connection.answer()).body == b"waited"
+
+    run(talk, header_timeout_s=0.1)
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n\r\n"])
+def test_a_connection_without_a_request_is_closed_without_an_answer(sent: bytes) -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(sent)
+        assert await connection.is_closed()
+
+    run(talk, keep_alive_s=1)
+
+
+@pytest.mark.parametrize("framing", [b"content-length: 300\r\n", b"transfer-encoding: chunked\r\n"])
+def test_an_answer_before_the_body_was_read_is_the_last_one(framing: bytes) -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(b"POST / HTTP/1.1\r\nhost: x\r\n" + framing + b"\r\n")
+        answer = await connection.answer()
+        assert (answer.status, answer.headers["connection"]) == (413, "close")
+        assert await connection.is_closed()
+
+    run(talk)
+
+
+def test_a_body_that_has_come_is_no_reason_to_close() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
+        assert "connection" not in (await connection.answer()).headers
+        assert await connection.is_open()
+
+    run(talk)
+
+
+def test_what_follows_an_early_answer_is_read_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 0.5)
+
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
+        num_bytes = await connection.flood()
+        assert LINGER_BYTES / 2 < num_bytes < LINGER_BYTES + 2**25  # and what fits into the kernel's buffers
+        await server.wait_until_unconnected()
+
+    run(talk)
+
+
+@pytest.mark.parametrize("size", [100_000_000, 3_000_000])
+def test_clients_that_are_still_sending_get_the_answer(size: int, tmp_path: Path) -> None:
+    body = bytes(size)
+    file = tmp_path / "body"
+    file.write_bytes(body)
+
+    def curl(url: str) -> str:
+        command = ["curl", "-s", "-w", "%{http_code}", "--data-binary", f"@{file}", "-H", "Expect:", url]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    def post(url: str) -> str:
+        response = httpx.post(url, content=body, timeout=60)
+        return f"{response.text}{response.status_code}"
+
+    async def talk(server: Server) -> None:
+        for client in (curl, post):
+            assert await asyncio.to_thread(client, server.url) == "early413"
+
+    run(talk)
+
+
+def test_a_malformed_body_ends_the_request_that_reads_it() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(CHUNKED + b"3\r\nabc\r\n")
+        await asyncio.sleep(0.05)
+        await connection.send(b"no size\r\n")
+        assert (await connection.answer()).code == "invalid_http"
+        await asyncio.wait_for(server.app.left.wait(), 5)
+
+    run(talk)
+
+
+def test_a_draining_server_closes_after_every_answer() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        assert await connection.is_open()
+        server.draining.append(True)
+        await connection.send(POST + b"content-length: 1\r\n\r\nx")
+        answer = await connection.answer()
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        assert await connection.is_closed()
+
+    run(talk)
+
+
+def test_an_upgrade_that_is_not_served_is_answered_as_if_not_asked(caplog: pytest.LogCaptureFixture) -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        for name in (b"h2c", b"websocket"):
+            await connection.send(
+                POST + b"connection: upgrade\r\nupgrade: " + name + b"\r\ncontent-length: 1\r\n\r\nx"
+            )
+            assert (await connection.answer()).body == b"1"
+        assert await connection.is_open()
+
+    run(talk)
+    assert caplog.text == ""
