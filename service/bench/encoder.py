@@ -49,7 +49,7 @@ class Row:
     images_per_s: float
     padded_share: float  # of the tokens computed
     utilisation: float
-    cpu_ms: float  # of the whole process, for a batch
+    cpu_ms: float  # of the whole process, from the call of `encode` to its return, median
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -129,33 +129,32 @@ def measure(
 ) -> Row:
     """Runs one side over one workload. Utilisation is measured against `rate`, in operations a second."""
     times_s: list[float] = []
+    cpu_s: list[float] = []
     work = tokens = images = padding = 0
-    cpu_s = 0.0
     marks: list[torch.cuda.Event] = []
     for number, batch in enumerate(workload.images(preprocessor)):
-        counted = number >= workload.num_warmup
         if number == workload.num_warmup:
             _synchronize(device)
-            padding, cpu_s = side.padding(), time.process_time()
-        started = time.perf_counter()
+            padding = side.padding()
+        started, cpu_started = time.perf_counter(), time.process_time()
         if workload.timing == "device" and device.type == "cuda":
             marks.append(_mark())
             side.encode(batch)
         else:
             side.encode(batch)
+            cpu_s.append(time.process_time() - cpu_started)
             _synchronize(device)
-        if counted:
+        if number >= workload.num_warmup:
             times_s.append(time.perf_counter() - started)
             work += sum(arithmetic(image, vision) for image in batch)
             tokens += sum(image.num_tokens for image in batch)
             images += len(batch)
-    cpu_s = time.process_time() - cpu_s
+    padding = side.padding() - padding
     if marks:
         marks.append(_mark())
         _synchronize(device)
-        times_s = [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
-        times_s = times_s[workload.num_warmup :]
-    padding = side.padding() - padding
+        times_s = [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)][workload.num_warmup :]
+        cpu_s = [_cpu_seconds(side, batch, device) for _ in range(5)]
     total_s, times_ms = sum(times_s), np.array(times_s) * 1e3
     return Row(
         workload=workload.name,
@@ -169,8 +168,17 @@ def measure(
         images_per_s=images / total_s,
         padded_share=padding / (tokens + padding),
         utilisation=work / total_s / rate,
-        cpu_ms=cpu_s / len(times_s) * 1e3,
+        cpu_ms=float(np.median(cpu_s)) * 1e3,
     )
+
+
+def _cpu_seconds(side: Side, batch: Sequence[Patches], device: torch.device) -> float:
+    """Processor time of one call on an idle device, until it returns."""
+    started = time.process_time()
+    side.encode(batch)
+    spent = time.process_time() - started
+    _synchronize(device)
+    return spent
 
 
 def arithmetic(image: Patches, vision: VisionConfig) -> int:
@@ -184,17 +192,29 @@ def arithmetic(image: Patches, vision: VisionConfig) -> int:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a large matrix product of random values, median of ten."""
-    size = PRODUCT if device.type == "cuda" else 1024
+    """Operations a second of a large matrix product of random values, sustained as the workloads are.
+
+    The median of products that follow each other for some time: a GPU's clock falls under steady load, and a
+    short burst would promise a rate that no long computation reaches.
+    """
+    size, count = (PRODUCT, 400) if device.type == "cuda" else (1024, 5)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    times_s = []
-    for _ in range(13):
+    if device.type == "cuda":
+        marks = [_mark()]
+        for _ in range(count):
+            torch.mm(a, b)
+            marks.append(_mark())
         _synchronize(device)
-        started = time.perf_counter()
-        torch.mm(a, b)
-        _synchronize(device)
-        times_s.append(time.perf_counter() - started)
-    return 2 * size**3 / float(np.median(times_s[3:]))
+        times_s = [start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)]
+    else:
+        times_s = [_seconds(a, b) for _ in range(count)]
+    return 2 * size**3 / float(np.median(times_s[count // 2 :]))
+
+
+def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+    started = time.perf_counter()
+    torch.mm(a, b)
+    return time.perf_counter() - started
 
 
 def _mark() -> torch.cuda.Event:
