@@ -7,7 +7,7 @@ serve: .venv/.serve
 	$(BIN)/vision-sidecar serve $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(ARGS)
 
 test-gpu: .venv/.dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
