@@ -2,7 +2,7 @@
 
 import os
 
-# Read by OpenMP when torch is imported. By default its threads spin while they wait for each other, and where
-# decoding or anything else takes a core from one of them, each of a forward pass's many waits costs the others a
-# time slice: an encode on a CPU then takes up to a hundred times as long.
+# OpenMP reads this when torch is imported. By default its threads spin while they wait for each other, and
+# where decoding takes a core from one of them, each of a forward pass's many waits costs the others a time
+# slice: an encode on a CPU then takes up to a hundred times as long.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
