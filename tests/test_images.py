@@ -68,7 +68,7 @@ def refusal(data: bytes, limits: ImageLimits = LIMITS) -> tuple[int, str, str]:
     return caught.value.status, caught.value.code, caught.value.message
 
 
-FORMATS = [
+FORMATS: list[tuple[str, dict[str, Any], int]] = [
     ("JPEG", {"quality": 95, "subsampling": 0}, 14),
     ("JPEG", {"quality": 95, "subsampling": 0, "progressive": True}, 14),
     ("PNG", {}, 0),

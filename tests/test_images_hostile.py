@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import zlib
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -121,7 +122,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     elif kind == 4:
         size = rng.choice((2, 4))
         number = rng.choice((0, 1, 2 ** (8 * size - 1) - 1, 2 ** (8 * size) - 1, len(out), 65_535, 4000))
-        order = rng.choice(("big", "little"))
+        order: Literal["big", "little"] = rng.choice(("big", "little"))
         at = rng.randrange(min(len(out), rng.choice((40, 400, 1 << 20))))
         out[at : at + size] = number.to_bytes(size, order)
     elif kind == 5:
