@@ -2,32 +2,37 @@
 .PHONY: serve test test-gpu lint format clean
 PYTHON ?= python3
 BIN := .venv/bin
+# One mark for each build of torch that was asked for, so that another one is installed when it is asked for.
+SERVE := .venv/.serve$(TORCH)
+DEV := .venv/.dev$(TORCH)
 
-serve: .venv/.serve
+serve: $(SERVE)
 	$(BIN)/vision-sidecar serve $(ARGS)
 
 test: lint
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(ARGS)
 
-test-gpu: .venv/.dev
+test-gpu: $(DEV)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-lint: .venv/.dev
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: .venv/.dev
+format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-.venv/.serve: pyproject.toml deploy/constraints.txt deploy/install.sh
+$(SERVE): pyproject.toml deploy/constraints.txt deploy/install.sh
 	PYTHON=$(PYTHON) deploy/install.sh .venv .
+	rm -f .venv/.serve* .venv/.dev*
 	touch $@
 
-.venv/.dev: pyproject.toml deploy/constraints.txt deploy/install.sh
+$(DEV): pyproject.toml deploy/constraints.txt deploy/install.sh
 	PYTHON=$(PYTHON) deploy/install.sh .venv '.[dev]'
-	touch $@ .venv/.serve
+	rm -f .venv/.serve* .venv/.dev*
+	touch $@ $(SERVE)
 
 clean:
 	rm -rf .venv build dist *.egg-info

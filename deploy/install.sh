@@ -8,21 +8,39 @@ requirement=$2
 cd "$(dirname "$0")/.."
 
 constraints=deploy/constraints.txt
-torch=$(sed -n 's/^torch==//p' $constraints)
+version=$(sed -n 's/^torch==//p' $constraints)
 pip="$venv/bin/python -m pip --disable-pip-version-check"
 
 if [ -z "${TORCH:-}" ]; then
     if nvidia-smi >/dev/null 2>&1; then TORCH=cuda; else TORCH=cpu; fi
 fi
+case $TORCH in
+    cpu | cuda) ;;
+    *) echo "TORCH must be cpu or cuda, not $TORCH" >&2 && exit 2 ;;
+esac
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-if ! $pip show torch 2>/dev/null | grep -q "^Version: $torch"; then
-    if [ "$TORCH" = cuda ] || [ "$(uname -s)" != Linux ]; then
-        $pip install -q "torch==$torch"
+
+# Which build is there and which is wanted: a CPU build says so in its version, on Linux alone.
+installed=$($pip show torch 2>/dev/null | sed -n 's/^Version: //p')
+case "$(uname -s) $TORCH $installed" in
+    "Linux cpu $version+cpu") torch= ;;
+    "Linux cpu "*) torch="torch==$version+cpu" ;;
+    "Linux cuda $version+cpu") torch="torch==$version" ;;
+    *" $version" | *" $version+"*) torch= ;;
+    *) torch="torch==$version" ;;
+esac
+
+if [ -n "$torch" ]; then
+    # pip takes one build of a version for as good as another, and would leave the wrong one in place.
+    [ -z "$installed" ] || $pip uninstall -q -y torch
     # pip finds the CPU build where its configuration offers one; uv knows where PyTorch keeps it.
-    elif ! $pip install -q "torch==$torch+cpu" 2>/dev/null; then
+    if ! why=$($pip install -q "$torch" 2>&1); then
+        printf '%s\n' "$why" >&2
+        [ "$torch" != "torch==$version" ] || exit 1
+        echo "pip has no CPU build of torch; asking uv for it" >&2
         $pip install -q -c $constraints uv
-        "$venv/bin/python" -m uv pip install -q --python "$venv/bin/python" --torch-backend cpu "torch==$torch"
+        "$venv/bin/python" -m uv pip install -q --python "$venv/bin/python" --torch-backend cpu "torch==$version"
     fi
 fi
 $pip install -q -c $constraints -e "$requirement"

@@ -151,7 +151,8 @@ def reference_pixels(patches: Patches, mean: Sequence[float], std: Sequence[floa
     """The float pixels of those patches as the reference takes them, frames repeated: [n, 1536]."""
     pixels = patches.pixels.unflatten(1, (3, 1, 16, 16)).double() / 255  # [n, channels, 1, patch, patch]
     means, stds = (torch.tensor(x, dtype=torch.float64)[:, None, None, None] for x in (mean, std))
-    return ((pixels - means) / stds).expand(-1, -1, 2, -1, -1).flatten(1).float()
+    repeated: torch.Tensor = ((pixels - means) / stds).expand(-1, -1, 2, -1, -1)
+    return repeated.flatten(1).float()
 
 
 def reference_tokens(
@@ -169,4 +170,4 @@ def reference_tokens(
 def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
     """‖value - expected‖ / ‖expected‖ in float64; NaN and infinity never pass a bound."""
     value, expected = value.double(), expected.double()
-    return ((value - expected).norm() / expected.norm()).item()
+    return float((value - expected).norm() / expected.norm())

@@ -26,28 +26,30 @@ def packed(lengths: tuple[int, ...], heads: int = 4, head_dim: int = 72) -> tupl
 @pytest.mark.parametrize("lengths", [(5,), (1, 1, 1), (64, 3, 200), (17, 129)])
 def test_sdpa_equals_the_formula_on_strided_input(lengths: tuple[int, ...]) -> None:
     qkv, sequences = packed(lengths)
-    out = sdpa_attention(*qkv.unbind(1), sequences)
+    q, k, v = qkv.unbind(1)
+    out = sdpa_attention(q, k, v, sequences)
     assert out.shape == (sum(lengths), 4, 72)
     assert out.is_contiguous()
-    assert relative_error(out, reference_attention(*qkv.unbind(1), sequences)) < 1e-6
+    assert relative_error(out, reference_attention(q, k, v, sequences)) < 1e-6
 
 
 def test_rows_behind_the_last_sequence_and_empty_sequences_are_left_out() -> None:
     qkv, exact = packed((5, 9))
     padded = torch.cat([qkv, torch.full((3, *qkv.shape[1:]), torch.nan)])
     slots = Sequences(torch.tensor([0, 5, 14, 14, 14], dtype=torch.int32), 17)
+    (q, k, v), (more_q, more_k, more_v) = qkv.unbind(1), padded.unbind(1)
     for attention in (sdpa_attention, reference_attention):
-        out = attention(*padded.unbind(1), slots)
-        assert torch.equal(out[:14], attention(*qkv.unbind(1), exact))
+        out = attention(more_q, more_k, more_v, slots)
+        assert torch.equal(out[:14], attention(q, k, v, exact))
         assert torch.equal(out[14:], torch.zeros_like(out[14:]))
 
 
 def test_the_reference_is_softmax_attention() -> None:
     qkv, sequences = packed((3, 2), heads=1, head_dim=4)
-    q, k, v = (x[:3, 0].double() for x in qkv.unbind(1))
-    weights = torch.exp(q @ k.T / 2)
-    expected = (weights / weights.sum(1, keepdim=True)) @ v
-    assert relative_error(reference_attention(*qkv.unbind(1), sequences)[:3, 0], expected) < 1e-6
+    q, k, v = qkv.unbind(1)
+    weights = torch.exp(q[:3, 0].double() @ k[:3, 0].double().T / 2)
+    expected = (weights / weights.sum(1, keepdim=True)) @ v[:3, 0].double()
+    assert relative_error(reference_attention(q, k, v, sequences)[:3, 0], expected) < 1e-6
 
 
 def test_auto_takes_what_serves_the_device() -> None:

@@ -150,8 +150,9 @@ def test_a_lost_device_turns_every_request_away(start: Start, registry: Collecto
     engine = start(fail_with(torch.AcceleratorError("illegal memory access")))
     with pytest.raises(Unavailable) as caught, engine.admit():
         engine.submit(batch()).result(10)
-    assert caught.value.code == "device_failed"
-    assert code_of(lambda: admit(engine)) == code_of(engine.check_alive) == "device_failed"
+    assert str(caught.value.code) == "device_failed"
+    for call in (lambda: admit(engine), engine.check_alive):
+        assert code_of(call) == "device_failed"
     assert registry.get_sample_value("vision_sidecar_device_up", {"device": "fake"}) == 0
     assert registry.get_sample_value("vision_sidecar_ready") == 0
 
@@ -237,13 +238,16 @@ def test_it_is_ready_once_every_replica_is(
             gate.wait()
 
     engine = start(FakeEncoder(), FakeEncoder(), load=load, wait=False)
-    ups = [lambda d=d: registry.get_sample_value("vision_sidecar_device_up", {"device": d}) for d in DEVICES]
-    eventually(lambda: sorted(up() for up in ups) == [0, 1])
+
+    def ups() -> list[float | None]:
+        return [registry.get_sample_value("vision_sidecar_device_up", {"device": d}) for d in DEVICES]
+
+    eventually(lambda: ups() in ([0, 1], [1, 0]))
     assert code_of(engine.check_loaded) == "not_ready"
     assert engine.state is State.LOADING
     gate.set()
     eventually(lambda: engine.state is State.READY)
-    assert [up() for up in ups] == [1, 1]
+    assert ups() == [1, 1]
     assert engine.devices == DEVICES
 
 

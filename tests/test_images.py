@@ -16,6 +16,7 @@ from PIL import Image, ImageOps
 from service.errors import ApiError
 from service.formats import SERVED_FORMATS
 from service.images import ImageLimits, read_header
+from tests.image_files import chunk, save, tiff
 
 LIMITS = ImageLimits(max_image_bytes=20 << 20, max_image_pixels=2**26)
 WIDTH, HEIGHT = 48, 32
@@ -32,12 +33,6 @@ def picture() -> npt.NDArray[np.uint8]:
     return rgb
 
 
-def save(image: Image.Image, format_: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, format_, **options)
-    return file.getvalue()
-
-
 def exif(orientation: int) -> Image.Exif:
     tags = Image.Exif()
     tags[0x010F] = "a maker with a name"
@@ -52,32 +47,6 @@ def png(width: int, height: int, depth: int, color: int, rows: bytes, *extra: tu
     header = struct.pack(">II5B", width, height, depth, color, 0, 0, 0)
     chunks = [(b"IHDR", header), *extra, (b"IDAT", zlib.compress(raw)), (b"IEND", b"")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(kind, body) for kind, body in chunks)
-
-
-def chunk(kind: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
-
-
-def tiff(width: int, height: int, pixels: bytes, tags: dict[int, tuple[int, ...]], order: str = "<") -> bytes:
-    """An uncompressed TIFF written by hand: all tags as 32-bit integers, orientation and sizes among them."""
-    mark = b"II*\0" if order == "<" else b"MM\0*"
-    every: dict[int, tuple[int, ...]] = {
-        256: (width,),
-        257: (height,),
-        273: (8,),
-        279: (len(pixels),),
-        **tags,
-    }
-    start = 8 + len(pixels)
-    after = start + 2 + 12 * len(every) + 4
-    entries, outside = b"", b""
-    for tag, values in sorted(every.items()):
-        body = struct.pack(f"{order}{len(values)}I", *values)
-        if len(values) > 1:
-            outside, body = outside + body, struct.pack(order + "I", after + len(outside))
-        entries += struct.pack(order + "HHI", tag, 4, len(values)) + body
-    directory = struct.pack(order + "H", len(every)) + entries + bytes(4)
-    return mark + struct.pack(order + "I", start) + pixels + directory + outside
 
 
 def worst(data: bytes, expected: Array) -> int:
@@ -99,7 +68,7 @@ def refusal(data: bytes, limits: ImageLimits = LIMITS) -> tuple[int, str, str]:
     return caught.value.status, caught.value.code, caught.value.message
 
 
-FORMATS = [
+FORMATS: list[tuple[str, dict[str, Any], int]] = [
     ("JPEG", {"quality": 95, "subsampling": 0}, 14),
     ("JPEG", {"quality": 95, "subsampling": 0, "progressive": True}, 14),
     ("PNG", {}, 0),

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
-import io
 import random
 import struct
-import time
 import zlib
-from collections.abc import Iterator
-from typing import Any
+from typing import Literal
 
 import numpy as np
-import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
 from service.errors import ApiError
 from service.images import ImageLimits, read_header
+from tests.conftest import Service
+from tests.image_files import chunk, save, small_tiff
+from tests.measuring import measure
 
 LIMITS = ImageLimits(max_image_bytes=20 << 20, max_image_pixels=2**26)
 FUZZ_LIMITS = ImageLimits(max_image_bytes=1 << 20, max_image_pixels=4_000_000)
-MAX_SECONDS = 4.0  # of processor time; 2 on a quiet machine
-MAX_GROWTH_BYTES = 200 << 20
-
-
-def save(image: Image.Image, format_: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, format_, **options)
-    return file.getvalue()
+MAX_SECONDS = 2.0
+# At the peak, over what was there before and the data that came in.
+MAX_SMALL_BYTES = 64 << 20
+BYTES_PER_PIXEL = 12
 
 
 def seeds() -> dict[str, bytes]:
@@ -76,30 +71,34 @@ SEEDS = seeds()
 
 
 def outcome(data: bytes, limits: ImageLimits = LIMITS) -> tuple[int, str]:
-    """(200, "") or the status and code of the refusal; anything else that is raised fails the test."""
-    start = time.process_time()
-    refused: ApiError | None = None
+    """(200, "") or the status and code of the refusal, within bounds of time and memory.
+
+    Anything else that is raised fails the test.
+    """
+    cost = measure(lambda: attempt(data, limits), max_seconds=MAX_SECONDS)
+    status, code, num_pixels = cost.result
+    assert cost.seconds < MAX_SECONDS
+    assert cost.peak_growth_bytes < MAX_SMALL_BYTES + 2 * len(data) + BYTES_PER_PIXEL * num_pixels
+    return status, code
+
+
+def attempt(data: bytes, limits: ImageLimits) -> tuple[int, str, int]:
+    """Status, code, and the pixels that the header claims if it is within the limits."""
+    num_pixels = 0
+    refusal: ApiError | None = None
     try:
         header = read_header(data, limits)
+        num_pixels = header.width * header.height
         rgb = header.decode()
     except ApiError as error:
-        refused = error
-    assert time.process_time() - start < MAX_SECONDS
-    if refused is None:
+        refusal = error
+    assert num_pixels <= limits.max_image_pixels
+    if refusal is None:
         assert rgb.shape == (header.height, header.width, 3)
-        assert header.width * header.height <= limits.max_image_pixels
-        return 200, ""
-    assert refused.status in (400, 413, 415)
-    assert not any(word in refused.message for word in ("0x", "PIL", "/", "<", "Error"))
-    return refused.status, refused.code
-
-
-@pytest.fixture(autouse=True)
-def bounded_memory() -> Iterator[None]:
-    """Fails a test that leaves much more memory behind than it found."""
-    before = psutil.Process().memory_info().rss
-    yield
-    assert psutil.Process().memory_info().rss - before < MAX_GROWTH_BYTES
+        return 200, "", num_pixels
+    assert refusal.status in (400, 413, 415)
+    assert not any(word in refusal.message for word in ("0x", "PIL", "/", "<", "Error"))
+    return refusal.status, refusal.code, num_pixels
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
@@ -123,7 +122,7 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
     elif kind == 4:
         size = rng.choice((2, 4))
         number = rng.choice((0, 1, 2 ** (8 * size - 1) - 1, 2 ** (8 * size) - 1, len(out), 65_535, 4000))
-        order = rng.choice(("big", "little"))
+        order: Literal["big", "little"] = rng.choice(("big", "little"))
         at = rng.randrange(min(len(out), rng.choice((40, 400, 1 << 20))))
         out[at : at + size] = number.to_bytes(size, order)
     elif kind == 5:
@@ -148,7 +147,6 @@ def test_every_seed_decodes_and_no_truncation_passes_as_another_error(name: str)
     deadline=None,
     derandomize=True,
     database=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(seed=st.integers(0, 2**32))
 def test_mutations_give_an_image_or_a_refusal(name: str, seed: int) -> None:
@@ -159,8 +157,12 @@ def test_mutations_give_an_image_or_a_refusal(name: str, seed: int) -> None:
     outcome(data, FUZZ_LIMITS)
 
 
-def chunk(kind: bytes, body: bytes) -> bytes:
-    return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+@pytest.mark.parametrize("name", SEEDS)
+def test_mutations_are_answered_over_http_as_well(name: str, service: Service) -> None:
+    rng = random.Random(name)
+    for _ in range(20):
+        response = service.embed(mutated(SEEDS[name], rng) or b"\0")
+        assert response.status_code in (200, 400, 413, 415), response.text
 
 
 PNG_HEAD, PNG_REST = SEEDS["png"][:33], SEEDS["png"][33:]
@@ -280,40 +282,23 @@ def test_gif_frame_larger_than_its_screen() -> None:
     assert outcome(data[:at] + disposed) == (400, "invalid_image")
 
 
-def tiff(tags: dict[int, tuple[int, int, bytes]], data: bytes = b"") -> bytes:
-    """A TIFF of 16 × 16 gray pixels; tags map to (type, count, value or offset); `data` is at 264."""
-    every = {
-        256: (3, 1, b"\x10\0\0\0"),
-        257: (3, 1, b"\x10\0\0\0"),
-        258: (3, 1, b"\x08\0\0\0"),
-        262: (3, 1, b"\1\0\0\0"),
-        273: (4, 1, struct.pack("<I", 8)),
-        279: (4, 1, struct.pack("<I", 256)),
-        **tags,
-    }
-    entries = b"".join(struct.pack("<HHI4s", tag, *every[tag]) for tag in sorted(every))
-    directory = struct.pack("<H", len(every)) + entries + bytes(4)
-    start = 264 + len(data)
-    return b"II*\0" + struct.pack("<I", start) + bytes(256) + data + directory
-
-
 AT = struct.pack("<I", 264)
 LARGE = (19 << 20) // 8 * 8
 
 
 @pytest.mark.parametrize("tag", [282, 306, 700, 34377, 34675, 34665, 34853, 50838])
 def test_tiff_tags_of_any_size_that_pixels_do_not_depend_on(tag: int) -> None:
-    rationals = tiff({tag: (5, LARGE // 8, AT)}, bytes(LARGE))
+    rationals = small_tiff({tag: (5, LARGE // 8, AT)}, bytes(LARGE))
     assert outcome(rationals) == (200, "")
     directory = struct.pack("<HHHI4s", 1, 42_000, 5, (LARGE - 64) // 8, struct.pack("<I", 300)) + bytes(4)
-    assert outcome(tiff({tag: (4, 1, AT)}, directory.ljust(LARGE, b"\0"))) == (200, "")
+    assert outcome(small_tiff({tag: (4, 1, AT)}, directory.ljust(LARGE, b"\0"))) == (200, "")
 
 
 @pytest.mark.parametrize("tag", [256, 258, 273, 279, 320, 338, 339])
 def test_tiff_tags_of_absurd_sizes_are_refused(tag: int) -> None:
-    assert outcome(tiff({tag: (3, LARGE // 2, AT)}, bytes(LARGE))) == (400, "invalid_image")
-    assert outcome(tiff({tag: (4, 0xFFFFFFFF, AT)})) == (400, "invalid_image")
-    assert outcome(tiff({tag: (4, 2, b"\xff\xff\xff\xff")})) == (400, "invalid_image")
+    assert outcome(small_tiff({tag: (3, LARGE // 2, AT)}, bytes(LARGE))) == (400, "invalid_image")
+    assert outcome(small_tiff({tag: (4, 0xFFFFFFFF, AT)})) == (400, "invalid_image")
+    assert outcome(small_tiff({tag: (4, 2, b"\xff\xff\xff\xff")})) == (400, "invalid_image")
 
 
 def test_tiff_with_a_huge_tile_around_a_small_image_is_refused() -> None:
@@ -321,19 +306,19 @@ def test_tiff_with_a_huge_tile_around_a_small_image_is_refused() -> None:
     inflated = zlib.compress(bytes(64 << 20), 9)
     tags = {259: (3, 1, b"\x08\0\0\0"), 322: (4, 1, side), 323: (4, 1, side)}
     tiles = {324: (4, 1, AT), 325: (4, 1, struct.pack("<I", len(inflated)))}
-    assert outcome(tiff({**tags, **tiles}, inflated)) == (413, "too_many_pixels")
+    assert outcome(small_tiff({**tags, **tiles}, inflated)) == (413, "too_many_pixels")
 
 
 def test_tiff_that_claims_more_pixels_than_there_are() -> None:
     side = (4, 1, struct.pack("<I", 8000))
-    assert outcome(tiff({256: side, 257: side})) == (400, "invalid_image")
+    assert outcome(small_tiff({256: side, 257: side})) == (400, "invalid_image")
     huge = (4, 1, b"\xff\xff\xff\xff")
-    assert outcome(tiff({256: huge, 257: huge})) == (413, "too_many_pixels")
-    assert outcome(tiff({256: huge, 257: huge, 259: (3, 1, b"\x08\0\0\0")})) == (413, "too_many_pixels")
+    assert outcome(small_tiff({256: huge, 257: huge})) == (413, "too_many_pixels")
+    assert outcome(small_tiff({256: huge, 257: huge, 259: (3, 1, b"\x08\0\0\0")})) == (413, "too_many_pixels")
 
 
 def test_tiff_directory_that_points_at_itself_or_nowhere() -> None:
-    data = tiff({})
+    data = small_tiff({})
     for offset in (0, 4, 8, len(data) - 1, len(data), 0xFFFFFFFF):
         outcome(data[:4] + struct.pack("<I", offset) + data[8:])
     assert outcome(data[:-4] + data[4:8]) == (200, "")

@@ -128,6 +128,13 @@ def test_an_api_error_becomes_the_error_body() -> None:
     assert done.metric("requests_total", route="/embed", status="400") == 1
 
 
+def test_an_error_with_any_text_can_be_sent() -> None:
+    done = run(raising(BadRequest("\ud800", code="invalid_option", param="\udfff\n")))
+    assert done.status == 400
+    assert (done.error["message"], done.error["param"]) == ("\ud800", "\udfff\n")
+    assert done.sent[1]["body"].isascii()
+
+
 def test_an_unexpected_error_is_logged_with_the_id_and_kept_from_the_caller(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

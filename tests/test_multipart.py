@@ -1,6 +1,6 @@
 import pytest
 
-from service.body import EmbedBody
+from service.embed_body import EmbedBody
 from service.errors import ApiError, BadRequest, TooLarge
 from tests.bodies import BOUNDARY, MULTIPART, image_part, multipart, option_part, part, read
 

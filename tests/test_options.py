@@ -77,6 +77,11 @@ def test_a_value_out_of_the_table_is_invalid(sent: dict[str, str | bool], param:
     assert error.message.startswith(f"{param} must be ")
 
 
+def test_what_a_client_sent_is_shown_escaped_and_cut() -> None:
+    assert refusal({"pooling": "\ud800\n"}).message == 'pooling must be mean or none, not "\\ud800\\n"'
+    assert len(refusal({"pooling": "x" * 1000}).message) <= 100
+
+
 def test_the_message_says_what_is_served() -> None:
     assert refusal({"format": "npy"}).message == 'format must be json, not "npy"'
 

@@ -22,7 +22,8 @@ def reference_levels(pixel_values: torch.Tensor) -> torch.Tensor:
     """The reference's normalized patches [n, 1536] back as levels 0 to 255 of the first frame [n, 768]."""
     frames = pixel_values.unflatten(1, (3, 2, 16, 16))
     assert torch.equal(frames[:, :, 0], frames[:, :, 1])
-    return ((frames[:, :, 0].double() * 0.5 + 0.5) * 255).round().flatten(1)
+    levels: torch.Tensor = ((frames[:, :, 0].double() * 0.5 + 0.5) * 255).round().flatten(1)
+    return levels
 
 
 def picture(height: int, width: int) -> np.ndarray:

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from service import protocol
-from service.protocol import LINGER_BYTES, MAX_HEADER_BYTES, Protocol
+from service.protocol import LINGER_BYTES, LINGER_S, MAX_HEADER_BYTES, Protocol
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST /read HTTP/1.1\r\nhost: x\r\n"
@@ -48,6 +48,9 @@ class App:
                 return
             self.headers.append(scope["headers"])
             await Response(b"%d" % len(body))(scope, receive, send)
+        elif path == "/begin":
+            await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]})
+            await self.release.wait()
         elif path == "/wait":
             await self.release.wait()
             await Response(b"waited")(scope, receive, send)
@@ -78,11 +81,13 @@ class Connection:
         self._writer.write(data)
         await self._writer.drain()
 
-    async def answer(self) -> Answer:
+    async def head(self) -> tuple[int, dict[str, str]]:
         head = (await asyncio.wait_for(self._reader.readuntil(b"\r\n\r\n"), 10)).decode().split("\r\n")
-        headers = dict(line.lower().split(": ", 1) for line in head[1:-2])
-        body = await self._reader.readexactly(int(headers["content-length"]))
-        return Answer(int(head[0].split()[1]), headers, body)
+        return int(head[0].split()[1]), dict(line.lower().split(": ", 1) for line in head[1:-2])
+
+    async def answer(self) -> Answer:
+        status, headers = await self.head()
+        return Answer(status, headers, await self._reader.readexactly(int(headers["content-length"])))
 
     async def is_closed(self) -> bool:
         """Waits for the end; False if the server sends more instead."""
@@ -287,7 +292,11 @@ def test_a_connection_without_a_request_is_closed_without_an_answer(sent: bytes)
 
 
 @pytest.mark.parametrize("framing", [b"content-length: 300\r\n", b"transfer-encoding: chunked\r\n"])
-def test_an_answer_before_the_body_was_read_is_the_last_one(framing: bytes) -> None:
+def test_an_answer_before_the_body_was_read_is_the_last_one(
+    framing: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "LINGER_S", 60.0)  # the end is announced at once
+
     async def talk(server: Server) -> None:
         connection = await server.connect()
         await connection.send(b"POST / HTTP/1.1\r\nhost: x\r\n" + framing + b"\r\n")
@@ -349,7 +358,19 @@ def test_a_malformed_body_ends_the_request_that_reads_it() -> None:
         await asyncio.sleep(0.05)
         await connection.send(b"no size\r\n")
         assert (await connection.answer()).code == "invalid_http"
-        await asyncio.wait_for(server.app.left.wait(), 5)
+        await asyncio.wait_for(server.app.left.wait(), LINGER_S / 2)
+
+    run(talk)
+
+
+def test_a_refusal_does_not_get_into_an_answer_that_has_begun() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(GET.replace(b"/", b"/begin", 1) + b"\r\n")
+        assert await connection.head() == (200, {"content-length": "9"})
+        await connection.send(b"no HTTP\r\n\r\n")
+        assert await connection.is_closed()
+        server.app.release.set()
 
     run(talk)
 

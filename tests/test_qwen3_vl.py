@@ -202,6 +202,6 @@ def test_deepstack_columns_come_from_their_blocks() -> None:
 
     before = levels()
     assert before.isfinite().all()
-    model.blocks[1].mlp.linear_fc2.bias += 1.0  # type: ignore[operator]
+    model.get_parameter("blocks.1.mlp.linear_fc2.bias").add_(1.0)
     changed = [not torch.equal(a, b) for a, b in zip(before, levels(), strict=True)]
     assert changed == [True, False, True]  # main, deepstack 0 (block 0), deepstack 1 (block 2)

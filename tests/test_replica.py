@@ -181,9 +181,11 @@ def test_a_failed_load_is_the_error_of_ready_and_of_every_batch() -> None:
 
     replica = Replica("cpu", load)
     batches = [replica.submit([image(0)]) for _ in range(MAX_LAUNCHED + 1)]
-    for future in (replica.ready, *batches):
+    with pytest.raises(ModelError, match="no such model"):
+        replica.ready.result(10)
+    for batch in batches:
         with pytest.raises(ModelError, match="no such model"):
-            future.result(10)
+            batch.result(10)
     replica.close()
 
 

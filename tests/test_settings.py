@@ -128,7 +128,7 @@ def test_equal_limits_are_no_contradiction() -> None:
 
 def test_settings_are_immutable() -> None:
     with pytest.raises(ValidationError):
-        parse_settings([], {}).port = 1
+        setattr(parse_settings([], {}), "port", 1)  # noqa: B010 - mypy knows that it is frozen
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,8 @@ class StateDictTensors:
     """A module's own tensors, as a checkpoint would hold them."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._tensors = {name: x.detach().cpu() for name, x in module.state_dict().items()}
+        state: dict[str, torch.Tensor] = module.state_dict()
+        self._tensors = {name: x.detach().cpu() for name, x in state.items()}
 
     def names(self) -> Sequence[str]:
         return sorted(self._tensors)

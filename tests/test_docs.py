@@ -1,0 +1,100 @@
+"""The documents hold what they promise: links resolve, names exist, commands work."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from service.errors import ERROR_CODES
+from service.metrics import Metrics
+from service.options import OPTION_NAMES
+from service.settings import Settings
+from tests.conftest import encode_image
+from tests.test_cli import Process
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+API = (ROOT / "docs/api.md").read_text()
+
+
+def anchors(document: Path) -> set[str]:
+    """What a link may have behind its `#`."""
+    titles = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_resolve(document: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (document.parent / path) if path else document
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), target
+
+
+def test_every_error_code_and_no_other_is_in_the_table() -> None:
+    rows = re.findall(r"^\| \d{3} \| (.+?) \|", API, re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(ERROR_CODES)
+
+
+def test_every_option_and_no_other_is_in_the_table() -> None:
+    table = API.partition("### Options")[2].partition("### Answer")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(OPTION_NAMES)
+
+
+def test_limits_have_the_defaults_of_the_settings() -> None:
+    rows = re.findall(r"^\| `--([a-z-]+)` \| ([\d,]+)( MiB)?", API, re.MULTILINE)
+    stated = {
+        name.replace("-", "_"): int(number.replace(",", "")) * (2**20 if unit else 1)
+        for name, number, unit in rows
+    }
+    limits = {name for name in Settings.model_fields if name.startswith("max_") and name != "max_pixels"}
+    assert limits <= set(stated)
+    assert stated == {name: Settings.model_fields[name].default for name in stated}
+
+
+def test_every_setting_in_a_document_exists() -> None:
+    for document in DOCUMENTS:
+        for flag in re.findall(r"`--([a-z-]+)`", document.read_text()):
+            assert flag.replace("-", "_") in Settings.model_fields, flag
+
+
+def test_every_metric_is_in_the_table() -> None:
+    registry = CollectorRegistry()
+    Metrics(registry, ())
+    for family in registry.collect():
+        if family.name.startswith("vision_sidecar_"):
+            name = family.name.removeprefix("vision_sidecar_") + (
+                "_total" if family.type == "counter" else ""
+            )
+            assert f"`{name}`" in API, name
+
+
+def commands() -> list[str]:
+    """The curl commands of the documents, each with the lines that it goes on over."""
+    pattern = re.compile(r"^    (curl (?:.*\\\n)*.*)$", re.MULTILINE)
+    return [command for document in DOCUMENTS for command in pattern.findall(document.read_text())]
+
+
+def test_commands_work(tmp_path: Path) -> None:
+    for name in ("photo.jpg", "one.jpg", "two.png", "small.jpg"):
+        (tmp_path / name).write_bytes(encode_image(format="PNG" if name.endswith("png") else "JPEG"))
+    assert len(commands()) >= 8
+    process = Process("--port", "0", "--device", "cpu").ready()
+    try:
+        for command in commands():
+            script = 'curl() { command curl --silent --show-error --fail "$@"; }\n' + command
+            script = script.replace("localhost:8080", process.url)
+            done = subprocess.run(
+                ["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60
+            )
+            assert done.returncode == 0, (command, done.stderr)
+            assert done.stdout.startswith('{"object":"list"'), command
+    finally:
+        process.kill()

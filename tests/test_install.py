@@ -1,0 +1,107 @@
+"""deploy/install.sh, with stand-ins for the programs that it calls."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOUND = re.search(r"^torch==(.+)$", (ROOT / "deploy/constraints.txt").read_text(), re.MULTILINE)
+assert FOUND is not None
+VERSION = FOUND[1]
+
+PYTHON = """#!/bin/sh
+shift 2
+case "$*" in
+    *"show torch") [ -z "$INSTALLED" ] || echo "Version: $INSTALLED" ;;
+    *) echo "$*" >> "$CALLS" ;;
+esac
+case "$*" in
+    *"torch==$CANNOT_FIND") echo "no matching build of torch" >&2; exit 1 ;;
+esac
+"""
+
+
+class Run:
+    """One run: the calls of pip and uv that change something, the exit code, and what was said."""
+
+    def __init__(self, folder: Path, installed: str, torch: str, *, system: str, cannot_find: str) -> None:
+        bin_folder = folder / "venv" / "bin"
+        bin_folder.mkdir(parents=True)
+        scripts = {
+            "python": PYTHON,
+            "uname": f"#!/bin/sh\necho {system}\n",
+            "nvidia-smi": "#!/bin/sh\nexit 1\n",
+        }
+        for name, text in scripts.items():
+            (bin_folder / name).write_text(text)
+            (bin_folder / name).chmod(0o755)
+        calls = folder / "calls"
+        calls.touch()
+        environ = {
+            "PATH": f"{bin_folder}:{os.environ['PATH']}",
+            "INSTALLED": installed,
+            "CALLS": str(calls),
+            "CANNOT_FIND": cannot_find,
+            "TORCH": torch,
+        }
+        command = ["sh", str(ROOT / "deploy/install.sh"), str(folder / "venv"), ".[dev]"]
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
+        self.code, self.said = done.returncode, done.stderr
+        flags = re.compile(r"--disable-pip-version-check |-q |-c deploy/constraints.txt |--python \S+ ")
+        self.calls = [flags.sub("", line) for line in calls.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("system", "torch", "installed", "wanted"),
+    [
+        ("Linux", "cpu", "", "+cpu"),
+        ("Linux", "", "", "+cpu"),
+        ("Linux", "cuda", "", ""),
+        ("Linux", "cpu", "+cpu", None),
+        ("Linux", "cuda", "+cu130", None),
+        ("Linux", "cuda", "plain", None),
+        ("Linux", "cpu", "+cu130", "+cpu"),
+        ("Linux", "cpu", "plain", "+cpu"),
+        ("Linux", "cuda", "+cpu", ""),
+        ("Linux", "cpu", "other", "+cpu"),
+        ("Linux", "cuda", "other", ""),
+        ("Darwin", "cpu", "", ""),
+        ("Darwin", "cpu", "plain", None),
+    ],
+)
+def test_the_build_that_is_asked_for_replaces_another(
+    system: str, torch: str, installed: str, wanted: str | None, tmp_path: Path
+) -> None:
+    there = {"": "", "plain": VERSION, "other": "1.0.0"}.get(installed, VERSION + installed)
+    run = Run(tmp_path, there, torch, system=system, cannot_find="nothing")
+    steps = [] if wanted is None else [f"install torch=={VERSION}{wanted}"]
+    if installed and wanted is not None:
+        steps.insert(0, "uninstall -y torch")
+    assert run.calls == [*steps, "install -e .[dev]"]
+    assert (run.code, run.said) == (0, "")
+
+
+def test_where_pip_has_no_cpu_build_uv_is_asked_and_the_reason_is_told(tmp_path: Path) -> None:
+    run = Run(tmp_path, "", "cpu", system="Linux", cannot_find=f"{VERSION}+cpu")
+    uv = f"pip install --torch-backend cpu torch=={VERSION}"
+    assert run.calls == [f"install torch=={VERSION}+cpu", "install uv", uv, "install -e .[dev]"]
+    assert run.code == 0
+    assert "no matching build of torch" in run.said
+
+
+def test_another_build_that_cannot_be_found_ends_the_installation(tmp_path: Path) -> None:
+    run = Run(tmp_path, "", "cuda", system="Linux", cannot_find=VERSION)
+    assert run.calls == [f"install torch=={VERSION}"]
+    assert run.code == 1
+    assert "no matching build of torch" in run.said
+
+
+def test_a_build_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path, "", "rocm", system="Linux", cannot_find="nothing")
+    assert (run.calls, run.code) == ([], 2)
+    assert "cpu or cuda, not rocm" in run.said
