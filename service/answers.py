@@ -32,7 +32,7 @@ def identity_headers(request_id: str, timings_ms: dict[str, float]) -> Headers:
 
 def error_answer(error: ApiError) -> tuple[Headers, bytes]:
     """The headers of an error's own, and its body. Text of any kind can be sent: JSON escapes it to ASCII."""
-    body = json.dumps(error.body()).encode()
+    body = json.dumps(error.body(), separators=(",", ":")).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]
     return headers, body

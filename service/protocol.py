@@ -114,9 +114,6 @@ class Protocol(HttpToolsProtocol):
 
     # What uvicorn's protocol asks of itself
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(_invalid_http())
-
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         async def answering(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
             async def send_and_maybe_close(message: ASGISendEvent) -> None:
