@@ -134,7 +134,7 @@ class VisionEncoder:
 
         def keep(indices: Sequence[int], tokens: torch.Tensor) -> None:
             with torch.inference_mode(False), torch.no_grad():  # callers get ordinary tensors
-                rows = tokens.transpose(0, 1).flatten(1)  # [tokens, width], a copy
+                rows = torch.cat(tuple(tokens), dim=1)  # [tokens, width], a copy
             lengths = [images[index].num_tokens for index in indices]
             results.update(zip(indices, rows.split(lengths), strict=True))
 

@@ -26,7 +26,7 @@ class Part:
     """Results of some images of a batch, packed in one tensor."""
 
     indices: tuple[int, ...]  # places in the batch
-    rows: torch.Tensor  # [sum(lengths), columns]
+    rows: torch.Tensor  # [sum(lengths), columns], no view of a graph's buffers
     lengths: tuple[int, ...] | None  # rows of each image; None: pooled, one vector each
 
 
@@ -56,7 +56,7 @@ def select_outputs(
             levels = tokens if output.deepstack else tokens[:1]
             if len(group) < len(indices):
                 levels = torch.cat([levels[:, ends[place] : ends[place + 1]] for place in group], dim=1)
-            rows = levels.transpose(0, 1).flatten(1)  # [tokens, width]
+            rows = torch.cat(tuple(levels), dim=1)  # [tokens, width]
             own = tuple(lengths[place] for place in group)
             yield Part(chosen, rows.to(output.dtype or dtype), own)
 
@@ -80,8 +80,7 @@ class RunningBatch:
         """Takes results over, before the next replay overwrites what they came from."""
         compute, download = self._stream.cuda, self._stream.download
         if compute is None or download is None:
-            # A copy, unless selecting made one: the rows may be views of a graph's buffers.
-            self._parts.append(Part(part.indices, part.rows.clone(), part.lengths))
+            self._parts.append(part)
             return
         ready = torch.cuda.Event()
         ready.record(compute)
@@ -105,7 +104,8 @@ class RunningBatch:
         self._downloaded.wait()
         embeddings: dict[int, torch.Tensor] = {}
         for part in self._parts:
-            rows = part.rows.clone()  # out of pinned memory, which the device needs again
+            # Out of pinned memory, which the device needs again, and an ordinary tensor on every device.
+            rows = part.rows.clone()
             results = rows.unbind(0) if part.lengths is None else rows.split(part.lengths)
             embeddings.update(zip(part.indices, results, strict=True))
         self._parts.clear()
