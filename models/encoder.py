@@ -140,7 +140,7 @@ class VisionEncoder:
 
         with torch.inference_mode(), self.stream:
             self.graphs.run(self._checked(images), keep)
-        self.stream.join()
+        self.stream.hand_over(results.values())
         return [results[index] for index in range(len(images))]
 
     def launch(self, items: Sequence[EncodeItem]) -> RunningBatch:

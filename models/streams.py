@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from types import TracebackType
 
 import torch
@@ -27,10 +28,14 @@ class DeviceStream:
         if self.cuda is not None:
             self._context.__exit__(kind, error, trace)
 
-    def join(self) -> None:
-        """Lets the caller's stream wait for this one."""
-        if self.cuda is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.cuda)
+    def hand_over(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Lets the caller's stream wait for this one, and keeps the tensors' memory while it reads them."""
+        if self.cuda is None:
+            return
+        caller = torch.cuda.current_stream(self.device)
+        caller.wait_stream(self.cuda)
+        for tensor in tensors:
+            tensor.record_stream(caller)
 
 
 class Mark:
