@@ -1,92 +1,27 @@
-"""The command line, `vision-sidecar serve …` and `bench …`, and the server process from start to exit code.
+"""The command line: `vision-sidecar serve …` and `bench …`.
 
 Exit codes: 0 after a signal and an orderly end, 1 where the model cannot be loaded, the device is lost or the
 port cannot be had, 2 for a bad setting.
+
+Imports nothing at its top that takes long, so that a signal, a bad flag or a port in use has its effect at
+once, and not only when torch is loaded.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
-import math
 import os
 import signal
 import socket
 import sys
-import time
-import warnings
 from collections.abc import Sequence
-from functools import partial
 from types import FrameType
-from typing import cast
+from typing import NoReturn
 
-import uvicorn
-from fastapi import FastAPI
-from PIL import Image
-
-from service import bench
-from service.app import create_app, find_version
-from service.arguments import SettingsError, parse_settings
-from service.engine import Engine, State
-from service.protocol import Protocol
-from service.settings import Settings
+from service.version import find_version
 
 logger = logging.getLogger("service.__main__")  # __name__ is another one under `python -m`
-
-# Longer than the time for which common client pools keep an idle connection: the client should be the one to
-# close it, or a request may be sent just as the server closes.
-_KEEP_ALIVE_S = 75
-
-
-class Server(uvicorn.Server):
-    """uvicorn's server with our end: it goes on listening, and says 503, until what was admitted is done."""
-
-    def __init__(self, app: FastAPI, engine: Engine, settings: Settings) -> None:
-        # A partial class is all that uvicorn needs: it calls it once for a connection.
-        protocol = partial(
-            Protocol, header_timeout_s=settings.body_timeout_s, is_draining=lambda: self._deadline is not None
-        )
-        super().__init__(
-            uvicorn.Config(
-                app,
-                loop="uvloop",
-                http=cast(type[asyncio.Protocol], protocol),
-                ws="none",
-                lifespan="on",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=_KEEP_ALIVE_S,
-            )
-        )
-        self._engine = engine
-        self._grace_s = settings.shutdown_grace_s
-        self._told_to_stop = False
-        self._deadline: float | None = None  # of the drain, once it began; time.monotonic()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: drain from the next tick on, as a handler must take no lock. Second: end at once."""
-        if self._told_to_stop:
-            signal.signal(sig, signal.SIG_DFL)
-            signal.raise_signal(sig)
-        self._told_to_stop = True
-
-    async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second; True ends the server."""
-        if self._deadline is None and (self._told_to_stop or self._engine.state is State.FAILED):
-            logger.info("stopping, in at most %g s", self._grace_s)
-            self._engine.drain()
-            self._deadline = time.monotonic() + self._grace_s
-        return await super().on_tick(counter) or self._is_drained()
-
-    def _is_drained(self) -> bool:
-        if self._deadline is None:
-            return False
-        remaining_s = self._deadline - time.monotonic()
-        # What uvicorn may still take to send answers that are ready.
-        self.config.timeout_graceful_shutdown = max(1, math.ceil(remaining_s))
-        return self._engine.idle or remaining_s <= 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,34 +35,39 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands.add_parser("serve", help="serve embeddings; `serve --help` explains every flag", add_help=False)
     commands.add_parser("bench", help="measure; `bench encoder --help` explains every flag", add_help=False)
     if parser.parse_args(arguments[:1]).command == "bench":
+        from service import bench  # imports torch
+
         return bench.main(arguments[1:])
+    return serve(arguments[1:])
+
+
+def serve(argv: Sequence[str]) -> int:
+    """Serves as the flags and the environment say. Returns the exit code only where it could not begin."""
+    # Until the server has handlers of its own. Nothing was begun that would have to be ended.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _exit)
+    from service.arguments import SettingsError, parse_settings  # imports pydantic: after the handlers
+
     try:
-        settings = parse_settings(arguments[1:], os.environ)
+        settings = parse_settings(argv, os.environ)
     except SettingsError as error:
         sys.stderr.write(f"vision-sidecar: {error}\n")
         return 2
-    return serve(settings)
-
-
-def serve(settings: Settings) -> int:
-    """Serves until a signal or until the device fails, and returns the exit code."""
     configure_logging(settings.log_level)
     try:
         listener = listen(settings.host, settings.port)
     except OSError as error:
         logger.error("cannot listen on %s:%d: %s", settings.host, settings.port, error.strerror or error)
         return 1
-    app = create_app(settings)
-    engine: Engine = app.state.engine
     logger.info("listening on %s", address(listener))
-    Server(app, engine, settings).run([listener])
-    logger.info("stopped")
-    code = 1 if engine.state is State.FAILED else 0
-    if not engine.close():
-        # A device thread that is loading or stuck would keep the interpreter from ending.
-        logging.shutdown()
-        os._exit(code)
-    return code
+    from service import server  # imports torch
+
+    return server.run(settings, listener)
+
+
+def _exit(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends the process wherever it is. An exception may get lost in a callback of an import."""
+    os._exit(0)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -155,8 +95,6 @@ def configure_logging(level: str) -> None:
     for name in ("service", "models"):
         logging.getLogger(name).setLevel(ours)
     logging.getLogger("python_multipart").setLevel(logging.ERROR)  # warns of every malformed body
-    # Pillow warns from a fixed number of pixels on. The limit here is `max_image_pixels`.
-    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 
 if __name__ == "__main__":

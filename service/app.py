@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -26,6 +25,7 @@ from service.replicas import load_replicas
 from service.routes import docs, embed, info, metrics, probes
 from service.routes.route import RawRoute
 from service.settings import Settings
+from service.version import find_version
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +98,3 @@ async def _lifespan(
 def _operation_id(route: APIRoute) -> str:
     """A path's name in OpenAPI: `v1_models` for `/v1/models`."""
     return route.path.strip("/").replace("/", "_")
-
-
-def find_version() -> str:
-    """Version of the installed package; a checkout that is not installed has none."""
-    try:
-        return version("vision-sidecar")
-    except PackageNotFoundError:
-        return "unknown"

@@ -121,7 +121,11 @@ class Protocol(HttpToolsProtocol):
                     cycle.keep_alive = False  # said in the headers, and done when the answer is complete
                 await send(message)
 
-            await app(scope, receive, send_and_maybe_close)
+            try:
+                await app(scope, receive, send_and_maybe_close)
+            except asyncio.CancelledError:  # the server ends, in the middle of an answer
+                cycle.disconnected = True
+                self.transport.close()
 
         super()._start_asgi_task(cycle, answering)
 

@@ -15,14 +15,15 @@ from typing import Annotated, Literal, NoReturn, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from models import CudaGraphSettings
-from service.images import MAX_PIXELS_SUPPORTED
-
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 AttnBackend = Literal["auto", "FLASH_ATTN", "FLASH_ATTN_4", "TORCH_SDPA"]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+# The same as in `models` and in `images`, which take long to import: a bad flag should not have to wait.
+DEFAULT_BUDGET_STEPS = 8
+MAX_PIXELS_SUPPORTED = 178_956_970
 
 
 def _split(value: object) -> object:
@@ -82,7 +83,7 @@ class Settings(BaseModel):
         description="sizes of the graphs in image tokens, comma-separated [inferred from the pixel limits]",
     )
     encoder_cudagraph_budget_steps: Count = Field(
-        CudaGraphSettings().budget_steps,
+        DEFAULT_BUDGET_STEPS,
         description="inferred budgets from one size to its double; 1: powers of two times the smallest image",
     )
     encoder_cudagraph_max_images_per_batch: int = Field(

@@ -95,9 +95,12 @@ class SlowUpload:
 
     def status(self) -> int:
         """Of the answer; 0 if the connection was closed without one."""
-        with self._socket:
-            head = self._socket.recv(12)
+        head = self.head()
         return int(head[9:12]) if head else 0
+
+    def head(self) -> str:
+        with self._socket, self._socket.makefile("rb") as file:
+            return file.read().partition(b"\r\n\r\n")[0].decode().lower()
 
 
 class SlowReader:
@@ -122,9 +125,21 @@ class SlowReader:
     def wait_for_the_first_bytes(self) -> None:
         assert self._socket.recv(12) == b"HTTP/1.1 200"
 
+    def leave(self) -> None:
+        self._socket.close()
+
     def rest(self) -> bytes:
         with self._socket, self._socket.makefile("rb") as file:
             return file.read()
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """`main` leaves its handlers of signals in place."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture
@@ -214,12 +229,40 @@ def test_a_slow_reader_gets_the_rest_of_its_answer_at_shutdown(start: Callable[.
     assert process.exit_code() == 0
 
 
-def test_the_grace_at_shutdown_ends(start: Callable[..., Process]) -> None:
+def test_the_grace_at_shutdown_ends_with_an_answer(start: Callable[..., Process]) -> None:
     process = start("--shutdown-grace-s", "0.5").ready()
     upload = SlowUpload(process.url)
     wait_for_metric(process.url, "requests_in_flight 2.0")
     process.signal(signal.SIGINT)
     assert upload.status() == 503
+    assert process.exit_code() == 0
+    assert not [line for line in process.log if " ERROR " in line]
+
+
+def test_the_grace_at_shutdown_cuts_an_answer_that_no_one_reads(start: Callable[..., Process]) -> None:
+    process = start("--shutdown-grace-s", "0.5").ready()
+    reader = SlowReader(process.url)
+    reader.wait_for_the_first_bytes()
+    process.signal(signal.SIGINT)
+    assert process.exit_code() == 0
+    assert not [line for line in process.log if " ERROR " in line]
+    reader.leave()
+
+
+def test_every_answer_of_a_draining_server_closes_its_connection(start: Callable[..., Process]) -> None:
+    process = start().ready()
+    upload = SlowUpload(process.url)
+    wait_for_metric(process.url, "requests_in_flight 2.0")
+    with httpx.Client(base_url=process.url) as kept:
+        assert "connection" not in kept.get("/healthz").headers
+        process.signal(signal.SIGTERM)
+        wait_until_unready(process.url)
+        for path in ("/healthz", "/readyz", "/info", "/nowhere", "/metrics", "/openapi.json"):
+            assert kept.get(path).headers["connection"] == "close"
+    upload.finish()
+    head = upload.head()
+    assert head.startswith("http/1.1 200 ")
+    assert "connection: close" in head.split("\r\n")
     assert process.exit_code() == 0
 
 
@@ -258,6 +301,31 @@ def test_a_signal_while_loading_is_not_kept_waiting(start: Callable[..., Process
     assert httpx.get(f"{process.url}/readyz").json()["error"]["code"] == "not_ready"
     process.signal(signal.SIGTERM)
     assert process.exit_code() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_the_start_ends_with_0(start: Callable[..., Process], number: int) -> None:
+    for delay_s in (0.0, 0.1, 1.0):
+        process = start().listening()
+        time.sleep(delay_s)
+        process.signal(number)
+        assert process.exit_code() == 0
+        assert not [line for line in process.log if "Traceback" in line]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(["--version"], 0), (["serve", "--help"], 0), (["serve", "--port", "many"], 2), (["serve", "--bad"], 2)],
+)
+def test_what_needs_no_model_does_not_wait_for_torch(arguments: list[str], code: int) -> None:
+    script = (
+        "import sys; from service.__main__ import main\n"
+        "try: code = main(sys.argv[1:])\n"
+        "except SystemExit as end: code = end.code\n"
+        "sys.exit(99 if {'torch', 'numpy', 'PIL', 'fastapi'} & set(sys.modules) else code)"
+    )
+    command = [sys.executable, "-c", script, *arguments]
+    assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).returncode == code
 
 
 def test_a_port_in_use_exits_with_1_and_one_line(start: Callable[..., Process]) -> None:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from models import CudaGraphSettings
 from service.arguments import SettingsError, parse_settings
+from service.images import MAX_PIXELS_SUPPORTED
 from service.settings import Settings
 from tests.conftest import only
 
@@ -44,6 +45,12 @@ DEFAULTS: dict[str, Any] = {
 
 def test_defaults_are_those_of_the_contract() -> None:
     assert parse_settings([], {}).model_dump() == DEFAULTS
+
+
+def test_the_largest_limit_of_pixels_is_that_of_the_decoder() -> None:
+    assert Settings(max_image_pixels=MAX_PIXELS_SUPPORTED).max_image_pixels == MAX_PIXELS_SUPPORTED
+    with pytest.raises(ValidationError):
+        Settings(max_image_pixels=MAX_PIXELS_SUPPORTED + 1)
 
 
 BUDGETS = ["--encoder-cudagraph-token-budgets", "64,128"]

@@ -1,0 +1,110 @@
+"""The server process from the first request to the exit code: uvicorn, with our end.
+
+Knows uvicorn, the app and the engine; nothing of flags. Takes seconds to import, as the app needs torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import time
+import warnings
+from functools import partial
+from types import FrameType
+from typing import NoReturn, cast
+
+import uvicorn
+from fastapi import FastAPI
+from PIL import Image
+
+from service.app import create_app
+from service.engine import Engine, State
+from service.protocol import Protocol
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+# Longer than the time for which common client pools keep an idle connection: the client should be the one to
+# close it, or a request may be sent just as the server closes.
+_KEEP_ALIVE_S = 75
+# Requests that are cut off at the end of the grace have this long to be told so.
+_FAREWELL_S = 0.2
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with our end: it goes on listening, and says 503, until what was admitted is done."""
+
+    def __init__(self, app: FastAPI, engine: Engine, settings: Settings) -> None:
+        # A partial class is all that uvicorn needs: it calls it once for a connection.
+        protocol = partial(
+            Protocol, header_timeout_s=settings.body_timeout_s, is_draining=lambda: self._deadline is not None
+        )
+        super().__init__(
+            uvicorn.Config(
+                app,
+                loop="uvloop",
+                http=cast(type[asyncio.Protocol], protocol),
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=_KEEP_ALIVE_S,
+            )
+        )
+        self._engine = engine
+        self._grace_s = settings.shutdown_grace_s
+        self._told_to_stop = False
+        self._deadline: float | None = None  # of the drain, once it began; time.monotonic()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """First signal: drain from the next tick on, as a handler must take no lock. Second: end at once."""
+        if self._told_to_stop:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
+        self._told_to_stop = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second; True ends the server."""
+        if self._deadline is None and (self._told_to_stop or self._engine.state is State.FAILED):
+            logger.info("stopping, in at most %g s", self._grace_s)
+            self._engine.drain()
+            self._deadline = time.monotonic() + self._grace_s
+        return await super().on_tick(counter) or self._is_drained()
+
+    def _is_drained(self) -> bool:
+        return self._deadline is not None and (self._engine.idle or time.monotonic() >= self._deadline)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """In place of uvicorn's, which has a grace of its own, in whole seconds, behind ours."""
+        assert self._deadline is not None, "nothing but a drain ends the server"
+        for listener in (*self.servers, *(sockets or ())):
+            listener.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        while (state.connections or state.tasks) and time.monotonic() < self._deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        if state.tasks:
+            logger.warning("the grace is over: requests cut off: %d", len(state.tasks))
+            cut_off = list(state.tasks)
+            for task in cut_off:
+                task.cancel()
+            await asyncio.wait(cut_off, timeout=_FAREWELL_S)
+        await self.lifespan.shutdown()
+
+
+def run(settings: Settings, listener: socket.socket) -> NoReturn:
+    """Serves until a signal or until the device fails, and ends the process: with 0, or 1 where it failed."""
+    # Pillow warns from a fixed number of pixels on. The limit here is `max_image_pixels`.
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+    app = create_app(settings)
+    engine: Engine = app.state.engine
+    Server(app, engine, settings).run([listener])
+    logger.info("stopped")
+    logging.shutdown()
+    # A thread that still loads, decodes or waits for a device would keep the interpreter from ending.
+    os._exit(1 if engine.state is State.FAILED else 0)
