@@ -26,6 +26,9 @@ from service.multipart import MultipartForm
 _SERVED_TYPES = "image/*, application/octet-stream, multipart/form-data and application/json"
 _HINT = "for one image send its bytes: curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' URL"
 
+# Of a body that is all half boundaries, the parser of forms takes this many in about 10 ms.
+_SLICE_BYTES = 2**16
+
 
 async def read_embed_body(
     content_type: str | None,
@@ -49,7 +52,7 @@ async def read_embed_body(
                 num_bytes += len(chunk)
                 if num_bytes > limits.max_body_bytes:
                     raise _body_too_large(limits)
-                form.feed(chunk)
+                await _feed(form, chunk)
     except TimeoutError:
         if not timeout.expired():
             raise
@@ -57,6 +60,14 @@ async def read_embed_body(
     if num_bytes == 0:
         raise BadRequest("the body is empty", code="empty_input")
     return await form.finish(run_blocking)
+
+
+async def _feed(form: BodyForm, chunk: bytes) -> None:
+    """Lets others have the event loop between slices: some bytes take a hundred times as long as others."""
+    form.feed(chunk[:_SLICE_BYTES])
+    for start in range(_SLICE_BYTES, len(chunk), _SLICE_BYTES):
+        await asyncio.sleep(0)
+        form.feed(chunk[start : start + _SLICE_BYTES])
 
 
 def takes_options(content_type: str | None) -> bool:

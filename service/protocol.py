@@ -12,7 +12,6 @@ Knows sockets and HTTP framing; knows nothing of routes. Source of the last rule
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,7 @@ from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallab
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from service.answers import FIXED_HEADERS, error_answer, identity_headers, new_request_id
+from service.answers import FIXED_HEADERS, Headers, error_answer, identity_headers, new_request_id
 from service.errors import ApiError, BadRequest, BodyTimeout, HeadersTooLarge
 
 MAX_HEADER_BYTES = 2**16
@@ -30,7 +29,7 @@ MAX_HEADER_BYTES = 2**16
 LINGER_S = 2.0
 LINGER_BYTES = 2**26
 
-_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+_FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class Protocol(HttpToolsProtocol):
@@ -51,6 +50,7 @@ class Protocol(HttpToolsProtocol):
         self._is_draining = is_draining
         self._header_timer: asyncio.TimerHandle | None = None
         self._in_headers = True  # of the next request, or before them
+        self._is_resuming = False  # after headers that wished for another protocol, with a parser of its own
         self._num_header_bytes = 0  # since the last byte of a body
         self._refusal: ApiError | None = None
 
@@ -68,29 +68,53 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._num_header_bytes += len(data)
-        if self._in_headers:
-            data = _without_upgrade(data)
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # by CONNECT, or by a header that came in two pieces
+            while data:
+                data = self._feed(data)
         except httptools.HttpParserError:
             self._refuse(self._refusal or _invalid_http())
         if self._num_header_bytes > MAX_HEADER_BYTES:
             self._refuse(_headers_too_large())
 
+    def _feed(self, data: bytes) -> bytes:
+        """Feeds the parser and returns what it left: all behind the headers that wish for another protocol.
+
+        None is served, so the wish is ignored; a new parser, told the body's framing, goes on with the body.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as wish:
+            framing = [header for header in self.headers if header[0] in _FRAMING]
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+            self._is_resuming = True
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % _header_lines(framing))
+            self._is_resuming = False
+            rest = data[wish.args[0] :]
+            self._num_header_bytes = len(rest)
+            return rest
+        return b""
+
     # Callbacks of the parser
 
     def on_message_begin(self) -> None:
+        if self._is_resuming:
+            return
         super().on_message_begin()
         self._unset_keepalive_if_required()
         self._header_timer = self.loop.call_later(self._header_timeout_s, self._on_header_timeout)
+
+    def on_url(self, url: bytes) -> None:
+        if not self._is_resuming:
+            super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_headers:  # else a trailer, which nothing here reads
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self._is_resuming:
+            return
         # One read may bring a whole section that is too large, and a body behind it.
         if self._num_header_bytes > MAX_HEADER_BYTES and self._header_size() > MAX_HEADER_BYTES:
             self._refusal = _headers_too_large()
@@ -108,11 +132,16 @@ class Protocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return  # the body is still to come
         self._in_headers = True
         self._num_header_bytes = 0
         super().on_message_complete()
 
     # What uvicorn's protocol asks of itself
+
+    def _should_upgrade(self) -> bool:
+        return False
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         async def answering(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
@@ -156,7 +185,7 @@ class Protocol(HttpToolsProtocol):
             headers, body = error_answer(error)
             headers += FIXED_HEADERS + identity_headers(new_request_id(), {"total": 0})
             headers.append((b"connection", b"close"))
-            lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+            lines = _header_lines(headers)
             self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[error.status], lines, body))
         if is_answering:
             cycle.disconnected = True  # the app has no one to answer any more
@@ -225,11 +254,8 @@ class _Lingering(asyncio.Protocol):
         self._protocol.connection_lost(exc)
 
 
-def _without_upgrade(data: bytes) -> bytes:
-    """Hides a wish for another protocol: none is served, and the parser would take the body for its data."""
-    end = data.find(b"\r\n\r\n")
-    head = data if end < 0 else data[:end]
-    return _UPGRADE.sub(b"\r\nignored:", head) + data[len(head) :] if _UPGRADE.search(head) else data
+def _header_lines(headers: Headers) -> bytes:
+    return b"".join(b"%b: %b\r\n" % header for header in headers)
 
 
 def _invalid_http() -> BadRequest:

@@ -400,3 +400,46 @@ def test_an_upgrade_that_is_not_served_is_answered_as_if_not_asked(caplog: pytes
 
     run(talk)
     assert caplog.text == ""
+
+
+UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nUpGrade: h2c\r\n"
+BODY = b"a\r\nupgrade: x\r\n\r\n"  # looks like the header, and must not be touched
+
+
+@pytest.mark.parametrize(
+    "framed",
+    [
+        b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY),
+        b"transfer-encoding: chunked\r\n\r\n5\r\n%b\r\n%x\r\n%b\r\n0\r\nupgrade: trailer\r\n\r\n"
+        % (BODY[:5], len(BODY) - 5, BODY[5:]),
+    ],
+)
+def test_an_upgrade_is_ignored_however_the_request_is_cut(framed: bytes) -> None:
+    request = POST + UPGRADE + framed
+
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        for cut in range(1, len(request)):
+            await connection.send(request[:cut])
+            await asyncio.sleep(0.001)
+            await connection.send(request[cut:])
+            answer = await connection.answer()
+            assert (answer.status, answer.body) == (200, b"%d" % len(BODY)), cut
+        for byte in request:
+            await connection.send(bytes([byte]))
+            await asyncio.sleep(0)
+        assert (await connection.answer()).body == b"%d" % len(BODY)
+
+    run(talk)
+
+
+def test_upgrades_that_follow_each_other_in_one_read_are_ignored() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        framed = b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY)
+        await connection.send((POST + framed + POST + UPGRADE + framed + GET + UPGRADE + b"\r\n") * 2)
+        answers = [await connection.answer() for _ in range(6)]
+        assert [answer.status for answer in answers] == [200, 200, 413] * 2
+        assert await connection.is_open()
+
+    run(talk)
