@@ -208,3 +208,24 @@ def test_no_body_raises_anything_but_an_api_error(
     else:
         assert body.images
         assert all(body.images)
+
+
+def test_a_large_chunk_of_a_body_lets_others_have_the_event_loop() -> None:
+    body = multipart(image_part(b"\r\n--xYz-" * 100)) + bytes(200_000)
+    turns = 0
+
+    async def main() -> None:
+        nonlocal turns
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.create_task(other())
+        await read_embed_body(MULTIPART, None, stream([body]), LIMITS, run_inline)
+        task.cancel()
+
+    asyncio.run(main())
+    assert turns >= 3

@@ -1,6 +1,6 @@
 import base64
 import random
-from urllib.parse import quote_from_bytes
+from urllib.parse import quote_from_bytes, unquote_to_bytes
 
 import pytest
 from hypothesis import given, settings
@@ -78,6 +78,7 @@ def test_broken_base64_is_refused_with_the_reason(name: str) -> None:
         "data:image/png;base64,%51%55%4a%44",
         "data:image/png;base64,QU\nJD",
         "data:,ABC",
+        " \r\n\tdata:image/png;base64,QUJD",
         "data:image/png,%41B%43",
         "data:text/plain;charset=utf-8,A%42C",
     ],
@@ -85,6 +86,12 @@ def test_broken_base64_is_refused_with_the_reason(name: str) -> None:
 def test_data_uris_decode(uri: str) -> None:
     assert decode_item(uri, MAX) == b"ABC"
     assert decode_url(uri, MAX) == b"ABC"
+
+
+@settings(derandomize=True, max_examples=300, deadline=None)
+@given(st.text("%4aFg\x00", max_size=12))
+def test_percent_encoding_is_read_as_the_library_reads_it(text: str) -> None:
+    assert decode_url("data:," + text, MAX) == unquote_to_bytes(text)
 
 
 @pytest.mark.parametrize("shift", range(4))
