@@ -44,7 +44,9 @@ def create_app(
     registry: CollectorRegistry | None = None,
     start_replicas: Callable[[Settings], ReplicaGroup] = load_replicas,
 ) -> FastAPI:
-    """The app, with its engine as `app.state.engine`. Metrics go to `registry`, by default one of its own.
+    """The app, with its engine as `app.state.engine` and its metrics as `app.state.metrics`.
+
+    The metrics are on `registry`, by default one of its own.
 
     `start_replicas` returns replicas that are loading; by default of the model that the settings name.
     """
@@ -71,6 +73,7 @@ def create_app(
         lifespan=partial(_lifespan, settings, engine, executor),
     )
     app.state.engine = engine
+    app.state.metrics = counters
     app.add_middleware(RequestMiddleware, metrics=counters, probes=frozenset(probes.PATHS))
     app.add_exception_handler(HTTPException, raise_api_error)
     app.router.route_class = RawRoute

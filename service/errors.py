@@ -159,3 +159,10 @@ class Unavailable(ApiError):
     status = 503
     code = "not_ready"
     retry_after_s = 5
+
+
+def _statuses(error: type[ApiError]) -> set[int]:
+    return {error.status}.union(*map(_statuses, error.__subclasses__()))
+
+
+ERROR_STATUSES = tuple(sorted(_statuses(ApiError)))

@@ -14,12 +14,13 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from models import BatchStats
-from service.errors import ERROR_CODES, ErrorCode
+from service.errors import ERROR_CODES, ERROR_STATUSES, ApiError, ErrorCode
 
 Stage = Literal["read", "fetch", "decode", "queue", "encode", "serialize"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 MISS_REASONS = ("oversize", "disabled", "error")
-STATUSES = (200, 400, 401, 404, 405, 406, 408, 413, 415, 422, 429, 499, 500, 502, 503, 504)
+CLIENT_LEFT = 499  # in place of a status where no one is left to get an answer
+STATUSES = (200, *sorted((*ERROR_STATUSES, CLIENT_LEFT)))
 OTHER = "other"  # a route or status that is not in the closed list
 
 STAGE_BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
@@ -152,6 +153,11 @@ class Metrics:
         """Counts an error answer."""
         assert code in self._errors, f"unknown error code {code!r}"
         self._errors[code].inc()
+
+    def count_refusal(self, error: ApiError) -> None:
+        """Counts what was refused before it was a request with a route."""
+        self.observe_request(OTHER, error.status, 0.0)
+        self.count_error(error.code)
 
     def observe_batch(self, stats: BatchStats) -> None:
         """Records a batch that a device has finished."""

@@ -19,11 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.answers import FIXED_HEADERS, Headers, error_answer, identity_headers, new_request_id
 from service.context import RequestContext
 from service.errors import ApiError, InternalError, MethodNotAllowed, NotFound, Unavailable
-from service.metrics import OTHER, Metrics
+from service.metrics import CLIENT_LEFT, OTHER, Metrics
 
 logger = logging.getLogger(__name__)
 
-CLIENT_LEFT = 499
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
@@ -57,7 +56,9 @@ class RequestMiddleware:
             exchange.status = CLIENT_LEFT
         except ApiError as error:
             if log and error.status >= 500:
-                logger.warning("%s: %d %s: %s", exchange.title, error.status, error.code, error.message)
+                # Those that wait for the server come again and again, and the log has said what it does.
+                level = logging.DEBUG if error.code in ("not_ready", "draining") else logging.WARNING
+                logger.log(level, "%s: %d %s: %s", exchange.title, error.status, error.code, error.message)
             await exchange.send_error(error)
         except asyncio.CancelledError:
             if exchange.started:

@@ -33,7 +33,10 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. While `is_draining()`, every answer is the last one of its connection."""
+    """One connection. While `is_draining()`, every answer is the last one of its connection.
+
+    `count_refusal` is told of each answer that is given here, without the app.
+    """
 
     def __init__(
         self,
@@ -44,10 +47,12 @@ class Protocol(HttpToolsProtocol):
         *,
         header_timeout_s: float,
         is_draining: Callable[[], bool],
+        count_refusal: Callable[[ApiError], None],
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._header_timeout_s = header_timeout_s
         self._is_draining = is_draining
+        self._count_refusal = count_refusal
         self._header_timer: asyncio.TimerHandle | None = None
         self._in_headers = True  # of the next request, or before them
         self._is_resuming = False  # after headers that wished for another protocol, with a parser of its own
@@ -187,6 +192,7 @@ class Protocol(HttpToolsProtocol):
             headers.append((b"connection", b"close"))
             lines = _header_lines(headers)
             self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[error.status], lines, body))
+            self._count_refusal(error)
         if is_answering:
             cycle.disconnected = True  # the app has no one to answer any more
             cycle.message_event.set()

@@ -130,6 +130,7 @@ _STATUS_TEXTS = {
     413: "Over a limit: bytes, pixels, images or tokens",
     415: "A content type or image format that is not served",
     422: "JSON of the wrong shape",
+    431: "The headers are too large",
     500: "The server failed; its log has the request id",
     503: "Not ready, shutting down, or the device failed",
 }
@@ -165,11 +166,22 @@ def _option_schema(name: str) -> dict[str, Any]:
     return {**kind, **default, "description": _OPTION_TEXTS[name]}
 
 
+def _only(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """An object with that one member."""
+    return {
+        "type": "object",
+        "properties": {name: schema},
+        "required": [name],
+        "additionalProperties": False,
+    }
+
+
 def _json_body() -> dict[str, Any]:
     item = {
         "oneOf": [
             {"type": "string", "description": "base64 or a `data:` URI"},
-            {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]},
+            _only("data", {"type": "string", "description": "base64"}),
+            _only("url", {"type": "string", "description": "a `data:` URI; no other is fetched"}),
         ]
     }
     properties = {
@@ -185,6 +197,7 @@ def _json_body() -> dict[str, Any]:
         },
         "examples": {
             "one image": {"value": {"images": [PIXEL]}},
+            "a data: URI": {"value": {"images": {"url": f"data:image/png;base64,{PIXEL}"}}},
             "all tokens": {
                 "value": {"images": [{"data": PIXEL}], "pooling": "none", "encoding_format": "base64"}
             },

@@ -22,6 +22,7 @@ from PIL import Image
 
 from service.app import create_app
 from service.engine import Engine, State
+from service.metrics import Metrics
 from service.protocol import Protocol
 from service.settings import Settings
 
@@ -37,10 +38,13 @@ _FAREWELL_S = 0.2
 class Server(uvicorn.Server):
     """uvicorn's server with our end: it goes on listening, and says 503, until what was admitted is done."""
 
-    def __init__(self, app: FastAPI, engine: Engine, settings: Settings) -> None:
+    def __init__(self, app: FastAPI, engine: Engine, metrics: Metrics, settings: Settings) -> None:
         # A partial class is all that uvicorn needs: it calls it once for a connection.
         protocol = partial(
-            Protocol, header_timeout_s=settings.body_timeout_s, is_draining=lambda: self._deadline is not None
+            Protocol,
+            header_timeout_s=settings.body_timeout_s,
+            is_draining=lambda: self._deadline is not None,
+            count_refusal=metrics.count_refusal,
         )
         super().__init__(
             uvicorn.Config(
@@ -103,7 +107,7 @@ def run(settings: Settings, listener: socket.socket) -> NoReturn:
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
     app = create_app(settings)
     engine: Engine = app.state.engine
-    Server(app, engine, settings).run([listener])
+    Server(app, engine, app.state.metrics, settings).run([listener])
     logger.info("stopped")
     logging.shutdown()
     # A thread that still loads, decodes or waits for a device would keep the interpreter from ending.

@@ -199,6 +199,16 @@ def test_serves_and_stops_with_0_after_what_was_in_flight(start: Callable[..., P
     assert not any("200" in line for line in process.log)
 
 
+def test_what_is_no_http_is_counted(start: Callable[..., Process]) -> None:
+    process = start().listening()
+    host, port = process.url.removeprefix("http://").rsplit(":", 1)
+    with socket.create_connection((host, int(port)), timeout=20) as client:
+        client.sendall(b"no HTTP\r\n\r\n")
+        assert client.recv(12) == b"HTTP/1.1 400"
+    wait_for_metric(process.url, 'requests_total{route="other",status="400"} 1.0')
+    wait_for_metric(process.url, 'errors_total{code="invalid_http"} 1.0')
+
+
 def test_a_photograph_from_bytes_to_vector(start: Callable[..., Process]) -> None:
     photograph = (Path(skimage.__file__).parent / "data" / "rocket.jpg").read_bytes()
     process = start().ready()

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 from service.errors import (
     ERROR_CODES,
+    ERROR_STATUSES,
     ApiError,
     BadRequest,
     BodyTimeout,
@@ -62,6 +63,11 @@ def test_code_of_every_class_is_in_the_closed_list() -> None:
         ERROR_CODES
     )
     assert len(ERROR_CODES) == len(set(ERROR_CODES))
+
+
+def test_closed_list_of_statuses_is_that_of_all_classes() -> None:
+    assert tuple(sorted({error.status for error, *_ in EXAMPLES})) == ERROR_STATUSES
+    assert {cls.status for cls in _classes(ApiError)} <= set(ERROR_STATUSES)
 
 
 def test_param_may_be_given_or_added_later() -> None:

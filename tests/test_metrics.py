@@ -7,7 +7,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from models import BatchStats
-from service.errors import ERROR_CODES
+from service.errors import ERROR_CODES, HeadersTooLarge
 from service.metrics import MISS_REASONS, STAGES, STATUSES, Metrics, render
 
 P = "vision_sidecar_"
@@ -72,6 +72,16 @@ def test_label_sets_are_closed_and_start_at_0(board: Board) -> None:
     for name in ("images_total", "image_tokens_total", "requests_in_flight", "ready", "batch_images_count"):
         assert board(name) == 0
     assert board("requests_total", route="/embed", status="499") == 0
+
+
+def test_statuses_are_those_that_are_answered() -> None:
+    assert STATUSES == (200, 400, 404, 405, 406, 408, 413, 415, 422, 431, 499, 500, 503)
+
+
+def test_a_refusal_without_a_route_is_counted(board: Board) -> None:
+    board.metrics.count_refusal(HeadersTooLarge("m"))
+    assert board("requests_total", route="other", status="431") == 1
+    assert board("errors_total", code="headers_too_large") == 1
 
 
 def test_using_the_metrics_adds_no_series(board: Board) -> None:

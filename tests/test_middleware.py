@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.context import context_of
-from service.errors import BadRequest, NonFiniteOutput
+from service.errors import BadRequest, NonFiniteOutput, Unavailable
 from service.metrics import Metrics
 from service.middleware import RequestMiddleware
 
@@ -154,6 +154,16 @@ def test_errors_of_the_server_are_logged_and_those_of_callers_are_not(
     run(raising(NonFiniteOutput("a number is not finite")))
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "non_finite_output" in caplog.text
+
+
+def test_refusals_of_a_server_that_is_not_ready_do_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run(raising(Unavailable("loading")))
+    run(raising(Unavailable("stopping", code="draining")))
+    assert caplog.records == []
+    run(raising(Unavailable("lost", code="device_failed")))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
 
 
 def test_what_is_answered_2xx_is_timed_to_the_last_byte() -> None:

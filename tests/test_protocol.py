@@ -22,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from service import protocol
+from service.errors import ApiError
 from service.protocol import LINGER_BYTES, LINGER_S, MAX_HEADER_BYTES, Protocol
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
@@ -118,6 +119,7 @@ class Server:
     port: int
     state: ServerState
     draining: list[bool]
+    refusals: list[ApiError]
     clients: list[Connection] = field(default_factory=list)
 
     @property
@@ -136,13 +138,18 @@ class Server:
 
 @asynccontextmanager
 async def serving(header_timeout_s: float, keep_alive_s: int) -> AsyncIterator[Server]:
-    app, state, draining = App(), ServerState(), list[bool]()
+    app, state, draining, refusals = App(), ServerState(), list[bool](), list[ApiError]()
     config = uvicorn.Config(app, ws="none", log_config=None, timeout_keep_alive=keep_alive_s)
     config.load()
-    make = partial(Protocol, header_timeout_s=header_timeout_s, is_draining=lambda: bool(draining))
+    make = partial(
+        Protocol,
+        header_timeout_s=header_timeout_s,
+        is_draining=lambda: bool(draining),
+        count_refusal=refusals.append,
+    )
     loop = asyncio.get_running_loop()
     listener = await loop.create_server(lambda: make(config, state, {}), "127.0.0.1", 0)
-    server = Server(app, listener.sockets[0].getsockname()[1], state, draining)
+    server = Server(app, listener.sockets[0].getsockname()[1], state, draining, refusals)
     try:
         yield server
     finally:
@@ -174,6 +181,7 @@ def ends_with(data: bytes, status: int, code: str) -> None:
         await connection.send(data)
         answer = await connection.answer()
         assert (answer.status, answer.code) == (status, code)
+        assert [(error.status, error.code) for error in server.refusals] == [(status, code)]
         assert answer.headers["connection"] == "close"
         assert answer.headers["content-type"] == "application/json"
         assert answer.headers["cache-control"] == "no-store"
@@ -371,6 +379,7 @@ def test_a_refusal_does_not_get_into_an_answer_that_has_begun() -> None:
         await connection.send(b"no HTTP\r\n\r\n")
         assert await connection.is_closed()
         server.app.release.set()
+        assert server.refusals == []
 
     run(talk)
 
