@@ -24,17 +24,24 @@ from service.version import find_version
 logger = logging.getLogger("service.__main__")  # __name__ is another one under `python -m`
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """One line and no usage, as all complaints are."""
+        self.exit(2, f"vision-sidecar: {' '.join(message.split())[:200]}; see vision-sidecar --help\n")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="vision-sidecar", description="Image embeddings over HTTP.", allow_abbrev=False
-    )
+    parser = _Parser(prog="vision-sidecar", description="Image embeddings over HTTP.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"vision-sidecar {find_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser)
     commands.add_parser("serve", help="serve embeddings; `serve --help` explains every flag", add_help=False)
     commands.add_parser("bench", help="measure; `bench encoder --help` explains every flag", add_help=False)
-    if parser.parse_args(arguments[:1]).command == "bench":
+    command = parser.parse_args(arguments[:1]).command
+    if command is None:
+        parser.error("a command is missing: serve or bench")
+    if command == "bench":
         from service import bench  # imports torch
 
         return bench.main(arguments[1:])

@@ -14,9 +14,12 @@ from typing import NoReturn, get_args
 
 from pydantic import ValidationError
 
+from service.errors import printable
 from service.settings import Settings, flag_of
 
 ENV_PREFIX = "VISION_SIDECAR_"
+_MAX_VALUE_CHARS = 64
+_MAX_MESSAGE_CHARS = 400
 
 # Kubernetes gives every pod these variables for a Service called vision-sidecar. They are not ours.
 _SERVICE_LINK = re.compile(
@@ -27,7 +30,15 @@ _SERVICE_LINK = re.compile(
 
 
 class SettingsError(Exception):
-    """A flag or variable that cannot be used. The message is one line for the operator."""
+    """A flag or variable that cannot be used. The message is one line for the operator, and no long one."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(cut(message, _MAX_MESSAGE_CHARS))
+
+
+def cut(text: str, max_chars: int) -> str:
+    """The text, or its beginning and three dots."""
+    return text if len(text) <= max_chars else text[:max_chars] + "..."
 
 
 def _variable(name: str) -> str:
@@ -105,7 +116,7 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     add_arguments(parser)
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        given = unknown[0].split("=", 1)[0]
+        given = printable(unknown[0].split("=", 1)[0])
         raise SettingsError(
             f"unknown argument {given}{_suggestion(given, map(flag_of, Settings.model_fields))}"
         )
@@ -124,7 +135,8 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:
         if not variable.startswith(ENV_PREFIX) or _SERVICE_LINK.fullmatch(f"{variable}={value}"):
             continue
         if variable not in names:
-            raise SettingsError(f"unknown environment variable {variable}{_suggestion(variable, names)}")
+            shown = printable(variable)
+            raise SettingsError(f"unknown environment variable {shown}{_suggestion(shown, names)}")
         if value:
             values[names[variable]] = value
     return values
@@ -142,4 +154,5 @@ def _describe(error: ValidationError, flags: Mapping[str, str]) -> str:
         return problem["msg"]
     name = str(problem["loc"][0])
     source = flag_of(name) if name in flags else _variable(name)
-    return f"{source}: {problem['input']!r} is not allowed; {problem['msg'][0].lower()}{problem['msg'][1:]}"
+    value = cut(repr(problem["input"]), _MAX_VALUE_CHARS)
+    return f"{source}: {value} is not allowed; {problem['msg'][0].lower()}{problem['msg'][1:]}"

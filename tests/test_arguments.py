@@ -142,6 +142,24 @@ def test_bad_settings_are_refused_in_one_line(
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [
+        ["--port", "1" * 5000],
+        ["--dtype", "x" * 5000],
+        ["--" + "x" * 5000],
+        ["x" * 5000],
+        ["--min-pixels", "9" * 4000, "--max-pixels", "8"],
+        ["--revision", "x" * 5000],
+    ],
+)
+def test_a_long_value_is_not_repeated_in_full(argv: list[str]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_settings(argv, {})
+    assert len(str(caught.value)) <= 403
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("argv", "variable", "expected"),
     [
         ([], "", None),

@@ -367,9 +367,11 @@ def test_a_bad_setting_is_one_line_and_2(
         (["--version"], 0, "vision-sidecar "),
         (["--help"], 0, "serve"),
         (["serve", "--help"], 0, "VISION_SIDECAR_MAX_BODY_BYTES"),
-        ([], 2, "COMMAND"),
+        ([], 2, "a command is missing: serve or bench"),
         (["sing"], 2, "sing"),
+        (["s" * 5000], 2, "ssss"),
         (["--vers"], 2, "--vers"),
+        (["--a\nb"], 2, "--a b"),
     ],
 )
 def test_help_and_version(
@@ -380,6 +382,7 @@ def test_help_and_version(
     assert caught.value.code == code
     captured = capsys.readouterr()
     assert text in (captured.err if code else captured.out)
+    assert not code or re.fullmatch(r"vision-sidecar: .{1,250}\n", captured.err)
 
 
 def test_addresses() -> None:
