@@ -25,6 +25,7 @@ from service.options import OPTION_NAMES
 
 _BOUNDARY = re.compile(rb"[ -~]{0,69}[!-~]")  # RFC 2046 allows 70 characters, the last one no space
 _MAX_OPTION_BYTES = 256
+_MAX_PREAMBLE_BYTES = 4096
 _QUOTED = re.compile(rb'"(?:[^"\\]|\\.)*"')
 _EXTENDED_FILE_NAME = re.compile(rb";\s*filename\*[0-9]*\*?\s*=", re.IGNORECASE)
 _IDENTITY_ENCODINGS = (b"", b"binary", b"8bit", b"7bit")
@@ -54,6 +55,8 @@ class MultipartForm:
         self._options: dict[str, str | bool] = {}
         self._part = _Part()
         self._complete = False
+        self._delimiter = b"\r\n--" + boundary
+        self._preamble: bytes | None = b"\r\n"  # until the first boundary, which may begin the body
         # The parser limits the number of a part's headers and the size of each.
         self._parser = MultipartParser(
             boundary,
@@ -70,11 +73,24 @@ class MultipartForm:
         )
 
     def feed(self, chunk: bytes) -> None:
+        if self._preamble is not None:
+            chunk = self._skip_preamble(self._preamble + chunk)
         try:
             self._parser.write(chunk)
         except FormParserError:
             message = "malformed multipart body: a boundary or the headers of a part cannot be read"
             raise BadRequest(message, code="invalid_body") from None
+
+    def _skip_preamble(self, data: bytes) -> bytes:
+        """What comes from the first boundary on. Source: RFC 2046, section 5.1.1."""
+        start = data.find(self._delimiter, 0, _MAX_PREAMBLE_BYTES)
+        if start >= 0:
+            self._preamble = None
+            return data[start + 2 :]
+        if len(data) >= _MAX_PREAMBLE_BYTES:
+            raise BadRequest("the multipart body does not begin with its boundary", code="invalid_body")
+        self._preamble = data
+        return b""
 
     async def finish(self, run_blocking: RunBlocking) -> EmbedBody:
         if not self._complete:

@@ -24,6 +24,12 @@ def test_a_split_at_any_byte_changes_nothing(split: int) -> None:
     assert read(MULTIPART, BODY[:split], BODY[split:]) == EXPECTED
 
 
+def test_a_preamble_is_ignored_however_it_is_cut() -> None:
+    body = b"This is a form.\r\n--xYz\r\n-\r\n" + BODY
+    for split in range(1, 60):
+        assert read(MULTIPART, body[:split], body[split:]) == EXPECTED
+
+
 def test_single_bytes_change_nothing() -> None:
     assert read(MULTIPART, *(BODY[i : i + 1] for i in range(len(BODY)))) == EXPECTED
 
@@ -109,7 +115,9 @@ def test_blank_line_before_the_first_boundary_is_ignored() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        pytest.param(b"preamble\r\n" + BODY, id="preamble"),
+        pytest.param(b"x" * 5000 + b"\r\n" + BODY, id="long preamble"),
+        pytest.param(b"x" * 5000, id="long preamble alone"),
+        pytest.param(b"preamble" + multipart(), id="boundary not on a line of its own"),
         pytest.param(BODY.replace(b"\r\n", b"\n"), id="LF only"),
         pytest.param(BODY.replace(BOUNDARY, b"other"), id="other boundary"),
         pytest.param(multipart(part(b"no colon", b"x")), id="header without a colon"),
