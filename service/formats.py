@@ -36,6 +36,8 @@ _NOT_SERVED: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\xff\xd8", "a broken JPEG"),
     (0, b"8BPS", "a Photoshop document"),
     (0, b"\0\0\1\0", "a Windows icon (ICO)"),
+    (0, b"\0\0\2\0\0\0\0\0", "a Truevision image (TGA)"),  # a cursor would say that it holds none
+    (0, b"\0\0\x0a\0\0\0\0\0", "a Truevision image (TGA)"),
     (0, b"\0\0\2\0", "a Windows cursor (CUR)"),
     (0, b"icns", "an Apple icon (ICNS)"),
     (0, b"\x8aMNG\r\n\x1a\n", "MNG"),
