@@ -89,7 +89,7 @@ class Pipeline:
     async def _read(self, request: Request, context: RequestContext) -> EmbedBody:
         started = time.perf_counter()
         headers = request.headers
-        if headers.get("content-encoding", "identity") != "identity":
+        if headers.get("content-encoding", "identity").lower() != "identity":
             raise UnsupportedMedia(
                 "a compressed body is not served; send it without Content-Encoding",
                 code="unsupported_content_type",
