@@ -384,6 +384,21 @@ def test_a_refusal_does_not_get_into_an_answer_that_has_begun() -> None:
     run(talk)
 
 
+def test_an_answer_that_is_cancelled_half_way_ends_its_connection_without_a_complaint(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(GET.replace(b"/", b"/begin", 1) + b"\r\n")
+        await connection.head()
+        [task] = server.state.tasks
+        task.cancel()
+        assert await connection.is_closed()
+
+    run(talk)
+    assert caplog.text == ""
+
+
 def test_a_draining_server_closes_after_every_answer() -> None:
     async def talk(server: Server) -> None:
         connection = await server.connect()
