@@ -6,6 +6,7 @@ nothing of images or of the model around it.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -70,7 +71,10 @@ def flash_attention_4(
 
 def _small_tile(num_rows: int, num_heads: int, device: torch.device) -> tuple[int, int] | None:
     """Rows of q and of k that one block works on, where all blocks run at once; else the package decides."""
-    at_once = torch.cuda.get_device_properties(device).multi_processor_count
+    properties = torch.cuda.get_device_properties(device)
+    if properties.major != 9:
+        return None  # measured on Hopper only
+    at_once = properties.multi_processor_count
     for rows in (64, 128):
         if -(-num_rows // rows) * num_heads <= at_once:
             return rows, 80
@@ -148,7 +152,8 @@ def _flash_4() -> Callable[..., tuple[torch.Tensor, ...]]:
     try:
         interface = import_module("flash_attn.cute.interface")
         function: Callable[..., tuple[torch.Tensor, ...]] = interface._flash_attn_fwd
-    except (ImportError, AttributeError) as error:
+        inspect.signature(function).parameters["tile_mn"]
+    except (ImportError, AttributeError, KeyError) as error:
         raise ModelError(
             f"attention backend FLASH_ATTN_4 needs the package flash-attn-4, of the extra `gpu`: {error}"
         ) from None

@@ -12,9 +12,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol
+from typing import Any, Generic, Protocol
 
 import torch
+from tqdm import tqdm
 
 from models.errors import ModelError
 from models.packing import BudgetError, check_budgets, check_max_images, infer_budgets, infer_max_images, plan
@@ -23,7 +24,7 @@ from models.staging import Buffers, DirectStaging, PinnedStaging, Staging
 
 logger = logging.getLogger(__name__)
 
-_CAPTURE = threading.Lock()  # capture of one device at a time: capturing changes allocators of the process
+_ONE_START = threading.Lock()  # one device at a time: compilers, captures and caches are the process's
 _IMAGES_BETWEEN_LOGS = 100_000
 
 
@@ -63,6 +64,16 @@ class BudgetGraphMetadata:
     input_buffer: torch.Tensor
     metadata_buffers: Mapping[str, torch.Tensor]
     output_buffer: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    """What all budgets share, as large as the largest needs it."""
+
+    live: Buffers
+    output: torch.Tensor
+    staging: Staging
+    pool: Any  # a handle of torch's, whose type is private
 
 
 @dataclass
@@ -108,116 +119,127 @@ class EncoderCudaGraphManager(Generic[Batch]):
             self.max_images = largest // smallest
         else:
             self.budgets, self.max_images = _resolve(settings, smallest, largest)
-        # No budget has slots for more images than it could hold.
-        self._slots = {budget: min(self.max_images, budget // smallest) for budget in self.budgets}
-        if settings is not None:
-            self._capture_all()
-            self._test_all()
-        elif self._is_cuda:
-            # Compiles kernels, so that the first request neither waits for that nor finds out that it fails.
-            model.encoder_eager_forward(model.prepare_encoder_cudagraph_capture_inputs(smallest, 1))
-            torch.cuda.synchronize(device)
+        self._slots = {budget: self._num_slots(budget) for budget in self.budgets}
+        self._shared: _Shared | None = None
+        with _ONE_START:
+            if settings is not None:
+                self._start()
+            elif self._is_cuda:
+                self._warm_up(largest)
 
-    # Capture
+    # Start
 
-    def _capture_all(self) -> None:
-        """Captures every budget, largest first, into one pool and on one set of buffers."""
-        with _CAPTURE:
-            started, before = time.perf_counter(), self._used_memory()
-            self._allocate()
-            self._pool = torch.cuda.graph_pool_handle() if self._is_cuda else None
-            for number, budget in enumerate(reversed(self.budgets), 1):
-                at, used = time.perf_counter(), self._used_memory()
-                try:
-                    self.graphs[budget] = self._capture(budget)
-                except torch.OutOfMemoryError:
-                    raise self._too_large(budget) from None
-                logger.info(
-                    "captured %d of %d: %d tokens, %.2f s, %.0f MiB",
-                    number,
-                    len(self.budgets),
-                    budget,
-                    time.perf_counter() - at,
-                    (self._used_memory() - used) / 2**20,
-                )
+    def _start(self) -> None:
+        """Captures every budget, largest first, into one pool and on one set of buffers, and tests it."""
+        started, budget = time.perf_counter(), self.budgets[-1]
+        before = self._reserved_memory()
+        try:
+            self._shared = self._allocate(budget)
+            for budget in tqdm(self.budgets[::-1], "capturing", unit="graph", disable=None, leave=False):
+                at, used = time.perf_counter(), self._reserved_memory()
+                self.graphs[budget] = self._capture(budget, self._shared)
+                seconds, memory = time.perf_counter() - at, self._reserved_memory() - used
+                logger.info("captured %d tokens in %.2f s, %.0f MiB", budget, seconds, memory / 2**20)
             self.capture_seconds = time.perf_counter() - started
-            self.memory_bytes = self._used_memory() - before
-        logger.info(
-            "captured %d budgets of %d to %d tokens in %.1f s, %.0f MiB",
-            len(self.budgets),
-            self.budgets[0],
-            self.budgets[-1],
-            self.capture_seconds,
-            self.memory_bytes / 2**20,
+            self.memory_bytes = self._reserved_memory() - before
+            for graph in self.graphs.values():
+                budget = graph.token_budget
+                self._test(graph)
+        except torch.OutOfMemoryError:
+            pass  # left first: the error holds on to what the failed forward pass allocated
+        else:
+            logger.info(
+                "captured %d budgets of %d to %d tokens in %.1f s, %.0f MiB",
+                len(self.budgets),
+                self.budgets[0],
+                self.budgets[-1],
+                self.capture_seconds,
+                self.memory_bytes / 2**20,
+            )
+            self._empty_cache()
+            return
+        raise self._too_large(budget)
+
+    def _warm_up(self, largest: int) -> None:
+        """Compiles kernels, so that no request waits for that or finds out that it fails.
+
+        Kernels differ by size: each power of two is run, up to where they do not differ any more.
+        """
+        for tokens in infer_budgets(self._smallest, min(largest, 64 * self._smallest), 1):
+            self.model.encoder_eager_forward(self.model.prepare_encoder_cudagraph_capture_inputs(tokens, 1))
+        torch.cuda.synchronize(self.device)
+
+    def _allocate(self, largest: int) -> _Shared:
+        config = self._config
+        rows = largest * config.input_rows_per_token
+        shape = list(config.output_shape)
+        shape.insert(config.output_token_axis, largest)
+        return _Shared(
+            live=Buffers.allocate(config, rows, self.max_images, self.device, pinned=False),
+            output=torch.zeros(shape, dtype=config.output_dtype, device=self.device),
+            staging=PinnedStaging(config, rows, self.max_images, self.device)
+            if self._is_cuda
+            else DirectStaging(),
+            pool=torch.cuda.graph_pool_handle() if self._is_cuda else None,
         )
 
-    def _allocate(self) -> None:
-        config, largest = self._config, self.budgets[-1]
-        rows = largest * config.input_rows_per_token
-        try:
-            self._live = Buffers.allocate(config, rows, self.max_images, self.device, pinned=False)
-            shape = list(config.output_shape)
-            shape.insert(config.output_token_axis, largest)
-            self._output = torch.zeros(shape, dtype=config.output_dtype, device=self.device)
-            self._staging: Staging = (
-                PinnedStaging(config, rows, self.max_images, self.device)
-                if self._is_cuda
-                else DirectStaging()
-            )
-        except torch.OutOfMemoryError:
-            raise self._too_large(largest) from None
-
-    def _capture(self, budget: int) -> BudgetGraphMetadata:
-        slots = self._slots[budget]
-        live = self._live.head(budget * self._config.input_rows_per_token, slots)
-        output = self._output.narrow(self._config.output_token_axis, 0, budget)
-        self._load(self.model.prepare_encoder_cudagraph_capture_inputs(budget, slots), live)
+    def _capture(self, budget: int, shared: _Shared) -> BudgetGraphMetadata:
+        slots = self._num_slots(budget)
+        live = shared.live.head(budget * self._config.input_rows_per_token, slots)
+        output = shared.output.narrow(self._config.output_token_axis, 0, budget)
+        self._load(self.model.prepare_encoder_cudagraph_capture_inputs(budget, slots), live, shared)
 
         def forward() -> None:
             self.model.encoder_cudagraph_forward(live.input, live.metadata, output)
 
         forward()  # compiles kernels and chooses algorithms, which a capture must not do
-        graph = self._record(forward) if self._is_cuda else EagerGraph(forward)
+        graph = self._record(forward, shared) if self._is_cuda else EagerGraph(forward)
         return BudgetGraphMetadata(budget, slots, graph, live.input, live.metadata, output)
 
-    def _record(self, forward: Callable[[], None]) -> Graph:
+    def _record(self, forward: Callable[[], None], shared: _Shared) -> Graph:
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self.device)
+        self._empty_cache()  # of the warm-up's memory, which the allocator would not give to the capture
         # Other threads may allocate or pin memory meanwhile; only this one's calls are captured.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        graph.capture_begin(pool=shared.pool, capture_error_mode="thread_local")
         try:
             forward()
         finally:
             graph.capture_end()
         return graph
 
+    def _num_slots(self, budget: int) -> int:
+        """No budget has slots for more images than it could hold."""
+        return min(self.max_images, budget // self._smallest)
+
     def _too_large(self, budget: int) -> ModelError:
-        """Says which budget would fit, by trying."""
-        self.graphs.clear()
-        for candidate in (x for x in reversed(infer_budgets(self._smallest, budget, 1)) if x < budget):
-            torch.cuda.empty_cache()
-            try:
-                self.model.encoder_eager_forward(
-                    self.model.prepare_encoder_cudagraph_capture_inputs(candidate, 1)
-                )
-            except torch.OutOfMemoryError:
-                continue
-            advice = f"budgets up to about {candidate // 2} tokens would fit"
-            break
-        else:
-            advice = "not even the smallest fits"
-        free = torch.cuda.mem_get_info(self.device)[0] / 2**30 if self._is_cuda else 0.0
+        """Says which budget fits, by capturing it."""
+        smaller = [tokens for tokens in infer_budgets(self._smallest, budget, 1) if tokens < budget]
+        fitting = next(filter(self._fits, reversed(smaller)), None)
+        advice = "not even the smallest fits" if fitting is None else f"budgets up to {fitting} tokens fit"
         return ModelError(
-            f"no memory for a graph of {budget} tokens ({free:.1f} GiB are free): {advice}; "
-            "set encoder_cudagraph_token_budgets, lower max_pixels, or turn cudagraph_mm_encoder off"
+            f"no memory for a graph of {budget} tokens; {advice}: set encoder_cudagraph_token_budgets, lower "
+            "max_pixels, or turn cudagraph_mm_encoder off"
         )
 
-    def _test_all(self) -> None:
-        """Every budget must give what an eager run gives, on random input."""
-        for budget, graph in self.graphs.items():
-            batch = self.model.prepare_encoder_cudagraph_capture_inputs(budget, graph.max_batch_size)
+    def _fits(self, budget: int) -> bool:
+        self.graphs.clear()
+        self._shared = None
+        self._empty_cache()
+        try:
+            self._capture(budget, self._allocate(budget))
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def _test(self, graph: BudgetGraphMetadata) -> None:
+        """Compares a graph with an eager run on random input: full, and with slots and rows left over."""
+        budget = graph.token_budget
+        for tokens, images in ((budget, graph.max_batch_size), (max(self._smallest, budget * 3 // 4), 1)):
+            batch = self.model.prepare_encoder_cudagraph_capture_inputs(tokens, images)
             expected = self.model.encoder_eager_forward(batch).float()
-            error = _relative_error(self._replay(graph, batch).float(), expected)
+            self._load(batch, Buffers(graph.input_buffer, graph.metadata_buffers))
+            error = _relative_error(self._replay(graph, tokens).float(), expected)
             if not error <= self._config.max_relative_error:
                 raise ModelError(
                     f"the graph of {budget} tokens differs from an eager run by {error:.3g}, "
@@ -229,7 +251,7 @@ class EncoderCudaGraphManager(Generic[Batch]):
     def run(self, batch: Batch, consume: Consume) -> EncoderCounts:
         """Encodes a batch in sub-batches and hands each one's tokens to `consume`.
 
-        Out of memory and errors before a launch fall back to an eager run; a fault of the device is raised.
+        A sub-batch that cannot be loaded falls back to an eager run; a fault of the device is raised.
         """
         num_tokens = self.model.get_encoder_cudagraph_per_item_output_tokens(batch)
         packed = plan(num_tokens, self._slots)
@@ -239,18 +261,21 @@ class EncoderCudaGraphManager(Generic[Batch]):
             if not self.graphs:
                 self._run_eagerly(part, indices, consume, counts, "disabled")
                 continue
+            graph = self.graphs[budget]
             try:
-                tokens = self._replay(self.graphs[budget], part)
-            except torch.AcceleratorError:
-                raise  # the device itself
-            except RuntimeError as error:
+                self._load(part, Buffers(graph.input_buffer, graph.metadata_buffers))
+            except Exception as error:
+                if isinstance(error, torch.AcceleratorError):
+                    raise  # the device itself
                 logger.warning("a batch of %d images runs eagerly: %s", len(indices), error)
                 self._run_eagerly(part, indices, consume, counts, "error")
                 continue
+            used = sum(num_tokens[index] for index in indices)
+            tokens = self._replay(graph, used)
             consume(indices, tokens)
             counts.hits += len(indices)
             counts.replays[budget] += 1
-            counts.padding_tokens += budget - sum(num_tokens[index] for index in indices)
+            counts.padding_tokens += budget - used
         for index in packed.oversize:
             part = self._part(batch, (index,), len(num_tokens))
             self._run_eagerly(part, (index,), consume, counts, "oversize" if self.graphs else "disabled")
@@ -275,17 +300,19 @@ class EncoderCudaGraphManager(Generic[Batch]):
             return batch
         return self.model.select_encoder_cudagraph_items(batch, indices)
 
-    def _replay(self, graph: BudgetGraphMetadata, batch: Batch) -> torch.Tensor:
-        num_tokens = sum(self.model.get_encoder_cudagraph_per_item_output_tokens(batch))
-        self._load(batch, Buffers(graph.input_buffer, graph.metadata_buffers))
+    def _replay(self, graph: BudgetGraphMetadata, num_tokens: int) -> torch.Tensor:
+        """The first tokens of the graph's output, after it ran on what was loaded."""
         graph.graph.replay()
         return graph.output_buffer.narrow(self._config.output_token_axis, 0, num_tokens)
 
-    def _load(self, batch: Batch, live: Buffers) -> None:
+    def _load(self, batch: Batch, live: Buffers, shared: _Shared | None = None) -> None:
+        shared = shared or self._shared
+        assert shared is not None, "there are no buffers without graphs"
+
         def fill(buffers: HostBuffers) -> None:
             self.model.prepare_encoder_cudagraph_replay_buffers(batch, buffers)
 
-        self._staging.load(live, sum(self.model.get_encoder_cudagraph_per_item_input_sizes(batch)), fill)
+        shared.staging.load(live, sum(self.model.get_encoder_cudagraph_per_item_input_sizes(batch)), fill)
 
     def _run_eagerly(
         self, batch: Batch, indices: Sequence[int], consume: Consume, counts: EncoderCounts, reason: str
@@ -308,12 +335,13 @@ class EncoderCudaGraphManager(Generic[Batch]):
     def _is_cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def _used_memory(self) -> int:
-        """Bytes of the device that are taken, by the driver's own objects too."""
-        if not self._is_cuda:
-            return 0
-        free, total = torch.cuda.mem_get_info(self.device)
-        return total - free
+    def _reserved_memory(self) -> int:
+        """Bytes of the device that this process's allocator holds."""
+        return torch.cuda.memory_reserved(self.device) if self._is_cuda else 0
+
+    def _empty_cache(self) -> None:
+        if self._is_cuda:
+            torch.cuda.empty_cache()
 
 
 def _resolve(settings: CudaGraphSettings, smallest: int, largest: int) -> tuple[tuple[int, ...], int]:

@@ -161,6 +161,10 @@ class VisionEncoder:
         """Encodes a batch and brings what was asked for to the host. Raises as `encode` does."""
         return self.launch(items).wait()
 
+    def check_device(self) -> None:
+        """Raises `torch.AcceleratorError` if a fault has left the device unusable."""
+        self.stream.check_device()
+
     def _checked(self, images: Sequence[Patches]) -> Sequence[Patches]:
         merge = self.preprocessor.config.merge_size
         for image in images:

@@ -148,7 +148,7 @@ class FusedKernels:
         merge_size: int,
     ) -> Positions:
         (n, hidden), num_images, quarter = x.shape, len(grids), len(frequencies)
-        slots = triton.next_power_of_2(num_images)
+        slots = max(64, triton.next_power_of_2(num_images))  # one kernel for all usual numbers of images
         cu_seqlens = torch.empty(num_images + 1, dtype=torch.int32, device=x.device)
         cos, sin = torch.empty(2, n, 2 * quarter, dtype=torch.float32, device=x.device)
         triton_kernels.offsets[(1,)](grids, cu_seqlens, num_images, slots)
@@ -174,7 +174,14 @@ class FusedKernels:
         n, _, heads, head_dim = qkv.shape
         half = head_dim // 2
         triton_kernels.rotate[(n,)](
-            qkv, positions.cos, positions.sin, heads, half, triton.next_power_of_2(half), num_warps=2
+            qkv,
+            positions.cos,
+            positions.sin,
+            heads,
+            triton.next_power_of_2(2 * heads),
+            half,
+            triton.next_power_of_2(half),
+            num_warps=2,
         )
 
     def linear_gelu(self, x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:

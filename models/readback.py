@@ -49,7 +49,10 @@ def select_outputs(
         if output.pooled:
             if means is None:
                 means = kernels.mean_rows(tokens[0], _to_device(ends, tokens.device))
-            vectors = means if len(group) == len(indices) else means[group]
+            if len(group) < len(indices):
+                vectors = means.index_select(0, _to_device(group, tokens.device))
+            else:
+                vectors = means
             vectors = F.normalize(vectors, dim=1) if output.normalize else vectors
             yield Part(chosen, vectors.to(output.dtype or dtype), None)
         else:
@@ -99,9 +102,17 @@ class RunningBatch:
         self._downloaded = Mark(self._stream.download)
 
     def wait(self) -> BatchResult:
-        """The results, once the device has finished. Raises what went wrong on the device."""
+        """Both of the following."""
+        self.wait_for_device()
+        return self.collect()
+
+    def wait_for_device(self) -> None:
+        """Returns once the device has finished. Raises what went wrong on it."""
         self._computed.wait()
         self._downloaded.wait()
+
+    def collect(self) -> BatchResult:
+        """The results, after `wait_for_device`."""
         embeddings: dict[int, torch.Tensor] = {}
         for part in self._parts:
             # Out of pinned memory, which the device needs again, and an ordinary tensor on every device.

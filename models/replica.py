@@ -61,16 +61,25 @@ class Replica:
 
     def _finish(self, running: RunningBatch, future: Future[BatchResult]) -> None:
         try:
-            result = running.wait()
+            try:
+                running.wait_for_device()
+            finally:
+                self._places.release()  # the device has room for the next batch while results are collected
+            result = running.collect()
         except BaseException as error:
             future.set_exception(self._blamed(error))
         else:
             stats = tuple(replace(stats, device=self.name) for stats in result.stats)
             future.set_result(replace(result, stats=stats))
-        finally:
-            self._places.release()
 
     def _blamed(self, error: BaseException) -> BaseException:
+        """`DeviceError` for a fault of the device, which libraries may have raised as something else."""
+        if self.ready.exception() is not None:
+            return error  # of loading
+        try:
+            self.ready.result().check_device()
+        except torch.AcceleratorError as fault:
+            return DeviceError(self.name, fault)
         return DeviceError(self.name, error) if isinstance(error, torch.AcceleratorError) else error
 
     def close(self) -> None:

@@ -76,6 +76,7 @@ class PinnedStaging:
     ) -> None:
         self._stream = torch.cuda.Stream(device)
         self._slots = cycle([_Slot(config, num_rows, num_images, device) for _ in range(2)])
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # which zeroes the slots
 
     def load(self, live: Buffers, num_rows: int, fill: Fill) -> None:
         slot = next(self._slots)

@@ -28,6 +28,13 @@ class DeviceStream:
         if self.cuda is not None:
             self._context.__exit__(kind, error, trace)
 
+    def check_device(self) -> None:
+        """Raises `torch.AcceleratorError` if a fault left the device unusable. Does not wait for its work."""
+        if self.cuda is not None:
+            event = torch.cuda.Event()
+            event.record(self.cuda)
+            event.query()
+
     def hand_over(self, tensors: Iterable[torch.Tensor]) -> None:
         """Lets the caller's stream wait for this one, and keeps the tensors' memory while it reads them."""
         if self.cuda is None:

@@ -48,10 +48,18 @@ def layer_norm(
 
 
 @triton.jit
-def rotate(qkv, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+def rotate(
+    qkv,
+    cos,
+    sin,
+    HEADS: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Rotates q and k of one row [3, HEADS, 2 * HALF] in place."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, 2 * HEADS)[:, None]  # of q, then of k
+    head = tl.arange(0, HEADS_BLOCK)[:, None]  # of q, then of k
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < HALF
     c = tl.load(cos + row * HALF + column, mask=inside, other=0.0)
@@ -64,7 +72,7 @@ def rotate(qkv, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.con
     tl.store(at + HALF, second * c + first * s, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_images"])
 def offsets(grids, cu_seqlens, num_images, BLOCK: tl.constexpr):
     """cu_seqlens [num_images + 1] of grids [num_images, 2], in one program."""
     slot = tl.arange(0, BLOCK)
@@ -75,7 +83,7 @@ def offsets(grids, cu_seqlens, num_images, BLOCK: tl.constexpr):
     tl.store(cu_seqlens + slot, tl.zeros_like(slot), mask=slot == 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_images"])
 def add_positions(
     x,
     table,

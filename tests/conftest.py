@@ -63,7 +63,17 @@ class FakeRunning:
     """A batch that was launched; `finish` is called by who waits for it."""
 
     def __init__(self, finish: Callable[[], BatchResult]) -> None:
-        self.wait = finish
+        self._finish = finish
+
+    def wait(self) -> BatchResult:
+        self.wait_for_device()
+        return self.collect()
+
+    def wait_for_device(self) -> None:
+        self._result = self._finish()
+
+    def collect(self) -> BatchResult:
+        return self._result
 
 
 class FakeEncoder:
@@ -89,6 +99,9 @@ class FakeEncoder:
         self.graphs = graphs or FakeGraphs()
         self.batches: list[list[EncodeItem]] = []
         self._fail = fail
+
+    def check_device(self) -> None:
+        """A device that works."""
 
     def launch(self, items: Sequence[EncodeItem]) -> FakeRunning:
         started = time.perf_counter()

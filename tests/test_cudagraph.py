@@ -201,7 +201,9 @@ def test_random_batches_are_exact_and_no_count_is_off_by_one() -> None:
     assert (graphs.counts.hits, graphs.counts.misses["oversize"]) == (hits, oversize)
 
 
-@pytest.mark.parametrize("fault", [torch.OutOfMemoryError("no memory"), RuntimeError("no luck")])
+@pytest.mark.parametrize(
+    "fault", [torch.OutOfMemoryError("no memory"), RuntimeError("no luck"), ValueError("no such shape")]
+)
 def test_an_error_before_the_launch_falls_back_to_an_eager_run(
     fault: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -241,21 +243,52 @@ def test_a_graph_that_is_not_finite_stops_the_start() -> None:
         manager(Nan(), token_budgets=(4,))
 
 
-@pytest.mark.parametrize("limit", [4, 9])
-def test_where_memory_is_short_the_start_says_what_would_fit(limit: int) -> None:
-    class Large(SumEncoder):
+class Limited(SumEncoder):
+    """Has memory for so many tokens only, in eager runs too."""
+
+    def __init__(self, limit: int, eager_limit: int = 10**9) -> None:
+        super().__init__()
+        self.limit, self.eager_limit = limit, eager_limit
+
+    def encoder_cudagraph_forward(
+        self, inputs: torch.Tensor, metadata: Mapping[str, torch.Tensor], output: torch.Tensor
+    ) -> None:
+        if len(output) > self.limit:
+            raise torch.OutOfMemoryError("no memory")
+        super().encoder_cudagraph_forward(inputs, metadata, output)
+
+    def encoder_eager_forward(self, batch: list[list[float]]) -> torch.Tensor:
+        if sum(map(len, batch)) // 2 > self.eager_limit:
+            raise torch.OutOfMemoryError("no memory")
+        return super().encoder_eager_forward(batch)
+
+
+@pytest.mark.parametrize(
+    ("limit", "advice"),
+    [(19, "budgets up to 16 tokens fit"), (9, "up to 8 tokens fit"), (1, "not even the smallest fits")],
+)
+def test_where_memory_is_short_the_start_says_what_fits(limit: int, advice: str) -> None:
+    with pytest.raises(ModelError, match=f"no memory for a graph of 20 tokens; .*{advice}") as error:
+        manager(Limited(limit), budget_steps=1)
+    assert "\n" not in str(error.value)
+
+
+def test_memory_that_is_short_in_the_test_after_capture_stops_the_start_too() -> None:
+    with pytest.raises(ModelError, match="no memory for a graph of 20 tokens; budgets up to 16 tokens fit"):
+        manager(Limited(20, eager_limit=19), budget_steps=1)
+
+
+def test_a_graph_that_is_wrong_beside_padding_stops_the_start() -> None:
+    class Leaky(SumEncoder):
         def encoder_cudagraph_forward(
             self, inputs: torch.Tensor, metadata: Mapping[str, torch.Tensor], output: torch.Tensor
         ) -> None:
-            if len(output) > limit:
-                raise torch.OutOfMemoryError("no memory")
             super().encoder_cudagraph_forward(inputs, metadata, output)
+            if metadata["length"].sum() < len(output):
+                output.fill_(torch.nan)
 
-    with pytest.raises(
-        ModelError, match=r"no memory for a graph of 20 tokens .*budgets up to about"
-    ) as error:
-        manager(Large(), budget_steps=1)
-    assert "\n" not in str(error.value)
+    with pytest.raises(ModelError, match="graph of 8 tokens differs from an eager run by nan"):
+        manager(Leaky(), token_budgets=(8,))
 
 
 @pytest.mark.parametrize(
@@ -276,7 +309,7 @@ def test_settings_that_contradict_are_one_clear_line(settings: dict[str, Any], m
 def test_capturing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "models.cudagraph"):
         graphs = manager(token_budgets=(4, 8))
-    assert "captured 1 of 2: 8 tokens" in caplog.text
+    assert "captured 8 tokens in" in caplog.text
     assert "captured 2 budgets of 4 to 8 tokens" in caplog.text
     assert graphs.capture_seconds > 0
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from models import EncodeItem, ModelError, OutputSpec, Patches, VisionEncoder
+from models import CudaGraphSettings, EncodeItem, ModelError, OutputSpec, Patches, VisionEncoder
 from tests.checkpoints import build_model, relative_error, save
 
 SIZES = [(256, 256), (300, 500), (640, 480)]
@@ -72,6 +72,23 @@ def test_the_mean_is_taken_in_float32() -> None:
     vectors = encoder.run([EncodeItem(image, pooled) for image in patches]).embeddings
     for vector, tokens in zip(vectors, encoder.encode(patches), strict=True):
         assert relative_error(vector, tokens[:, :128].double().mean(0)) < 1e-6
+
+
+@pytest.mark.parametrize("deepstack", [True, False])
+def test_results_do_not_alias_what_the_next_replay_overwrites(tmp_path: Path, deepstack: bool) -> None:
+    """A model without deepstack has one level, whose tokens already lie as an answer's do."""
+    folder = save(build_model("qwen3_vl" if deepstack else "qwen3_5"), tmp_path)
+    budgets = CudaGraphSettings(token_budgets=(64, 200), max_images_per_batch=1)
+    eager, replayed = (
+        VisionEncoder.from_pretrained(str(folder), device="cpu", cuda_graphs=graphs)
+        for graphs in (None, budgets)
+    )
+    patches = images(eager)[:2]
+    expected = eager.encode(patches)
+    items = [EncodeItem(image, OutputSpec(deepstack=deepstack, dtype=torch.float32)) for image in patches]
+    for tokens in (replayed.encode(patches), replayed.run(items).embeddings):
+        for one, other in zip(tokens, expected, strict=True):
+            assert relative_error(one, other) < 1e-5
 
 
 def test_tokens_are_ordinary_tensors(demo: VisionEncoder) -> None:

@@ -36,13 +36,16 @@ class Running:
         self._items = items
         self._started_at = time.perf_counter()
 
-    def wait(self) -> BatchResult:
-        encoder, items = self._encoder, self._items
+    def wait_for_device(self) -> None:
+        encoder = self._encoder
         encoder.finish_threads.append(threading.get_ident())
         assert encoder.may_finish.wait(10), "the test never let the batch end"
         encoder.num_running -= 1
         if encoder.fail_wait is not None:
             raise encoder.fail_wait
+
+    def collect(self) -> BatchResult:
+        items = self._items
         embeddings = tuple(torch.tensor([number_of(item)]) for item in items)
         num_tokens = sum(item.patches.num_tokens for item in items)
         stats = BatchStats("own name", len(items), num_tokens, len(items), {}, {64: 1}, 0, 0.1)
@@ -64,6 +67,11 @@ class Encoder:
         self.most_running = 0
         self.fail_launch = fail_launch
         self.fail_wait = fail_wait
+        self.fault: BaseException | None = None  # of the device, which `check_device` finds
+
+    def check_device(self) -> None:
+        if self.fault is not None:
+            raise self.fault
 
     def launch(self, items: Sequence[EncodeItem]) -> Any:
         self.launch_threads.append(threading.get_ident())
@@ -209,6 +217,14 @@ def test_a_fault_of_the_device_names_it(step: str, make: Make) -> None:
     assert isinstance(error, DeviceError)
     assert (error.device, error.__cause__) == ("cuda:3", LOST)
     assert str(error) == "device cuda:3 is lost: illegal memory access"
+
+
+def test_a_fault_that_a_library_raised_as_something_else_is_found(make: Make) -> None:
+    encoder = Encoder(fail_wait=RuntimeError("Triton Error [CUDA]: an illegal memory access"))
+    encoder.fault = LOST
+    error = make(encoder, "cuda:3").submit([image(0)]).exception(10)
+    assert isinstance(error, DeviceError)
+    assert error.__cause__ == LOST
 
 
 def test_close_waits_for_what_was_submitted_and_takes_no_more() -> None:

@@ -69,7 +69,7 @@ def test_norms_are_equal(dtype: torch.dtype, rows: int, columns: int, masked: bo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "head_dim"), [(16, 72), (16, 64), (4, 32)])
+@pytest.mark.parametrize(("heads", "head_dim"), [(16, 72), (16, 64), (12, 64), (4, 32)])
 def test_rotation_is_equal_and_leaves_values_alone(dtype: torch.dtype, heads: int, head_dim: int) -> None:
     qkv = rand(301, 3, heads, head_dim, dtype=dtype)
     grids = torch.tensor([[14, 20], [2, 2]], dtype=torch.int32, device=GPU)
