@@ -2,8 +2,8 @@
 
 from models.config import VisionConfig
 from models.cudagraph import BudgetGraphMetadata, CudaGraphSettings, EncoderCudaGraphManager
-from models.demo import random_checkpoint
-from models.devices import replica_devices
+from models.demo import RANDOM_SIZES, random_checkpoint
+from models.devices import find_device, replica_devices
 from models.encoder import VisionEncoder
 from models.errors import DeviceError, ModelError
 from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec
@@ -13,6 +13,7 @@ from models.replica import Replica, ReplicaGroup
 from models.weights import Checkpoint, open_checkpoint
 
 __all__ = [
+    "RANDOM_SIZES",
     "AspectRatioError",
     "BatchResult",
     "BatchStats",
@@ -32,6 +33,7 @@ __all__ = [
     "SupportsEncoderCudaGraph",
     "VisionConfig",
     "VisionEncoder",
+    "find_device",
     "open_checkpoint",
     "random_checkpoint",
     "replica_devices",

@@ -64,7 +64,7 @@ _2B = replace(
     out_hidden_size=2048,
     deepstack_visual_indexes=(5, 11, 17),
 )
-SIZES = {"demo": VISION, "2B": _2B, "8B": _8B}
+RANDOM_SIZES = {"demo": VISION, "2B": _2B, "8B": _8B}
 
 
 class RandomTensors:
@@ -104,6 +104,6 @@ def demo_checkpoint() -> Checkpoint:
 
 def random_checkpoint(size: str) -> Checkpoint:
     """Random weights with the shape and limits of a Qwen3-VL checkpoint. `KeyError` for an unknown size."""
-    vision = SIZES[size]
+    vision = RANDOM_SIZES[size]
     limits = replace(PREPROCESS, max_pixels=16777216)
     return Checkpoint(vision, limits, RandomTensors(checkpoint_shapes(vision)), revision=None)

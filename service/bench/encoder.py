@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 
 from models import (
+    RANDOM_SIZES,
     Checkpoint,
     ModelError,
     Patches,
     Preprocessor,
     VisionConfig,
+    find_device,
     open_checkpoint,
     random_checkpoint,
 )
@@ -62,61 +67,80 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--attn-backend", default="auto", help="of our sides; `auto` takes the fastest [auto]"
     )
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="[bfloat16]")
-    parser.add_argument("--device", default=None, help="[cuda:0 where there is one, else cpu]")
-    parser.add_argument("--budget-steps", type=int, default=8, help="token budgets per octave [8]")
-    parser.add_argument("--repeats", type=int, help="counted batches of each workload [the workload's]")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
+    parser.add_argument("--budget-steps", type=_positive, default=8, help="token budgets per octave [8]")
+    parser.add_argument("--repeats", type=_positive, help="counted batches of each workload [the workload's]")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return value
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints. Returns the exit code."""
+    sides, names = arguments.sides.split(","), arguments.workloads.split(",")
+    known = ((sides, SIDES), (names, WORKLOADS), ([arguments.size], RANDOM_SIZES))
+    unknown = [name for given, allowed in known for name in given if name not in allowed]
+    if unknown:
+        sys.stderr.write(f"vision-sidecar bench: unknown name {unknown[0]!r}\n")
+        return 2
     try:
-        checkpoint = (
-            open_checkpoint(arguments.model) if arguments.model else random_checkpoint(arguments.size)
-        )
-        preprocessor = Preprocessor(checkpoint.preprocess)
-        workloads = [
-            make_workload(name, preprocessor, arguments.repeats) for name in arguments.workloads.split(",")
-        ]
-        return _measure(arguments, checkpoint, workloads)
-    except KeyError as error:
-        sys.stderr.write(f"vision-sidecar bench: unknown name {error}\n")
-    except ModelError as error:
+        model = arguments.model
+        checkpoint = open_checkpoint(model) if model else random_checkpoint(arguments.size)
+        device = find_device(arguments.device)
+        report = _open_report(arguments.json)
+    except (ModelError, OSError) as error:
         sys.stderr.write(f"vision-sidecar bench: {error}\n")
-    return 2
+        return 2
+    preprocessor = Preprocessor(checkpoint.preprocess)
+    workloads = [make_workload(name, preprocessor, arguments.repeats) for name in names]
+    with report, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        json.dump(_measure(arguments, checkpoint, device, sides, workloads), report, indent=1)
+    return 0
 
 
-def _measure(arguments: argparse.Namespace, checkpoint: Checkpoint, workloads: Sequence[Workload]) -> int:
-    name = arguments.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
-    device, dtype = torch.device(name), DTYPES[arguments.dtype]
+def _open_report(path: Path | None) -> IO[str]:
+    """Opened before hours of measuring rather than after."""
+    return (Path(os.devnull) if path is None else path).open("w")
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    sides: Sequence[str],
+    workloads: Sequence[Workload],
+) -> dict[str, object]:
+    dtype = DTYPES[arguments.dtype]
     preprocessor = Preprocessor(checkpoint.preprocess)
     rows: list[Row] = []
     rates: list[float] = []
+    starts: dict[str, object] = {}
     sys.stdout.write(HEADER)
-    for side_name in arguments.sides.split(","):
-        if side_name not in SIDES:
-            raise KeyError(side_name)
-        side = make_side(side_name, checkpoint, device, dtype, arguments.attn_backend, arguments.budget_steps)
+    for name in sides:
+        side = make_side(name, checkpoint, device, dtype, arguments.attn_backend, arguments.budget_steps)
+        starts[name] = asdict(side.start)
         for workload in workloads:
             rates.append(product_rate(device, dtype))
             rows.append(measure(side, workload, preprocessor, checkpoint.vision, device, rates[-1]))
             sys.stdout.write(format_row(rows[-1]))
             sys.stdout.flush()
-        del side
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     rate = float(np.median(rates))
     sys.stdout.write(f"{hardware}, torch {torch.__version__}, product {rate / 1e12:.0f} TFLOP/s (median)\n")
-    if arguments.json is not None:
-        report = {
-            "hardware": hardware,
-            "torch": torch.__version__,
-            "dtype": arguments.dtype,
-            "vision": asdict(checkpoint.vision),
-            "product_flops": rate,
-            "rows": [asdict(row) for row in rows],
-        }
-        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
-    return 0
+    return {
+        "arguments": {name: str(value) for name, value in vars(arguments).items()},
+        "hardware": hardware,
+        "torch": torch.__version__,
+        "vision": asdict(checkpoint.vision),
+        "product_flops": rate,
+        "starts": starts,
+        "rows": [asdict(row) for row in rows],
+    }
 
 
 def measure(
@@ -142,7 +166,8 @@ def measure(
             side.encode(batch)
         else:
             side.encode(batch)
-            cpu_s.append(time.process_time() - cpu_started)
+            if number >= workload.num_warmup:
+                cpu_s.append(time.process_time() - cpu_started)
             _synchronize(device)
         if number >= workload.num_warmup:
             times_s.append(time.perf_counter() - started)

@@ -15,6 +15,15 @@ SIDES = ("transformers", "eager-plain", "eager", "graph-plain", "graph")
 
 
 @dataclass(frozen=True)
+class Start:
+    """What it took to get ready: graphs captured, their seconds and their memory."""
+
+    num_graphs: int = 0
+    capture_seconds: float = 0.0
+    graph_memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
 class Side:
     """One implementation. `encode` starts a batch on the device; `padding` counts padded tokens so far."""
 
@@ -22,6 +31,7 @@ class Side:
     attn_backend: str
     encode: Callable[[Sequence[Patches]], object]
     padding: Callable[[], int]
+    start: Start
 
 
 def make_side(
@@ -35,7 +45,7 @@ def make_side(
     """`transformers`: its model, eager, SDPA. `eager` and `graph`: ours; `-plain`: without fused kernels."""
     if name == "transformers":
         reference = Reference(checkpoint, device, dtype)
-        return Side(name, "SDPA", reference.encode, lambda: 0)
+        return Side(name, "SDPA", reference.encode, lambda: 0, Start())
     encoder = VisionEncoder(
         checkpoint,
         device,
@@ -44,7 +54,9 @@ def make_side(
         cuda_graphs=CudaGraphSettings(budget_steps=budget_steps) if name.startswith("graph") else None,
         fused_kernels=not name.endswith("-plain"),
     )
-    return Side(name, encoder.attn_backend, encoder.encode, lambda: encoder.graphs.counts.padding_tokens)
+    graphs = encoder.graphs
+    start = Start(len(graphs.graphs), graphs.capture_seconds, graphs.memory_bytes)
+    return Side(name, encoder.attn_backend, encoder.encode, lambda: graphs.counts.padding_tokens, start)
 
 
 class Reference:
