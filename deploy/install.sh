@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes a virtual environment with this project in it, at the versions of deploy/constraints.txt.
-# usage: deploy/install.sh VENV REQUIREMENT     (REQUIREMENT: ".", ".[dev]", ".[gpu]", …)
+# usage: deploy/install.sh VENV REQUIREMENT     (REQUIREMENT: "." or ".[dev]")
 # TORCH=cpu or TORCH=cuda picks the build of torch; without it, a machine with an NVIDIA GPU gets CUDA.
 set -eu
 venv=$1
@@ -43,4 +43,9 @@ if [ -n "$torch" ]; then
         "$venv/bin/python" -m uv pip install -q --python "$venv/bin/python" --torch-backend cpu "torch==$version"
     fi
 fi
+# With CUDA come the kernels of the extra `gpu`, which the server chooses where the GPU can run them.
+case "$TORCH $requirement" in
+    "cuda .") requirement=".[gpu]" ;;
+    "cuda .[dev]") requirement=".[dev,gpu]" ;;
+esac
 $pip install -q -c $constraints -e "$requirement"

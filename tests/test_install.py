@@ -82,7 +82,8 @@ def test_the_build_that_is_asked_for_replaces_another(
     steps = [] if wanted is None else [f"install torch=={VERSION}{wanted}"]
     if installed and wanted is not None:
         steps.insert(0, "uninstall -y torch")
-    assert run.calls == [*steps, "install -e .[dev]"]
+    extras = "dev,gpu" if torch == "cuda" else "dev"
+    assert run.calls == [*steps, f"install -e .[{extras}]"]
     assert (run.code, run.said) == (0, "")
 
 
