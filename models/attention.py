@@ -65,15 +65,16 @@ def flash_attention_4(
         cu_seqlens_k=cu,
         max_seqlen_q=longest,
         max_seqlen_k=longest,
-        tile_mn=_small_tile(len(q), q.shape[1], q.device),
+        tile_mn=_small_tile(q),
     )[0]
 
 
-def _small_tile(num_rows: int, num_heads: int, device: torch.device) -> tuple[int, int] | None:
+def _small_tile(q: torch.Tensor) -> tuple[int, int] | None:
     """Rows of q and of k that one block works on, where all blocks run at once; else the package decides."""
-    properties = torch.cuda.get_device_properties(device)
-    if properties.major != 9:
-        return None  # measured on Hopper only
+    num_rows, num_heads, head_dim = q.shape
+    properties = torch.cuda.get_device_properties(q.device)
+    if properties.major != 9 or not 64 < head_dim <= 96:
+        return None  # measured on Hopper with head dimension 72 only
     at_once = properties.multi_processor_count
     for rows in (64, 128):
         if -(-num_rows // rows) * num_heads <= at_once:
