@@ -94,7 +94,8 @@ async def _lifespan(
     engine.start()
     yield
     engine.drain()
-    engine.close()
+    if not engine.close():
+        logger.warning("a device is still loading or busy; the process ends without it")
     executor.shutdown(wait=False, cancel_futures=True)
 
 

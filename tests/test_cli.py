@@ -311,6 +311,7 @@ def test_a_signal_while_loading_is_not_kept_waiting(start: Callable[..., Process
     assert httpx.get(f"{process.url}/readyz").json()["error"]["code"] == "not_ready"
     process.signal(signal.SIGTERM)
     assert process.exit_code() == 0
+    assert "the process ends without it" in "\n".join(process.log)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
