@@ -8,6 +8,7 @@ order in which the model takes the steps.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -17,7 +18,8 @@ from torch import nn
 
 from models.positions import interpolated_position_embedding, patch_coordinates, rotary_embedding
 
-if importlib.util.find_spec("triton") is not None:
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+if HAS_TRITON:
     import triton
 
     from models import triton_kernels
@@ -25,13 +27,13 @@ if importlib.util.find_spec("triton") is not None:
 PIXEL_CENTER = 127.5  # patches travel as uint8; value - center is exact in bfloat16
 
 
+@dataclass(frozen=True, eq=False)
 class Positions:
     """Where the packed patches stand, for the blocks."""
 
-    def __init__(self, cu_seqlens: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        self.cu_seqlens = cu_seqlens  # int32 [images + 1]
-        self.cos = cos  # float32 [n, head_dim / 2]
-        self.sin = sin  # float32 [n, head_dim / 2]
+    cu_seqlens: torch.Tensor  # int32 [images + 1]
+    cos: torch.Tensor  # float32 [n, head_dim / 2]
+    sin: torch.Tensor  # float32 [n, head_dim / 2]
 
     @property
     def num_rows(self) -> torch.Tensor:
@@ -204,6 +206,6 @@ class FusedKernels:
 def select_kernels(device: torch.device, dtype: torch.dtype, *, fused: bool = True) -> Kernels:
     """Fused kernels where they are wanted and can run, else plain ones."""
     half = dtype in (torch.bfloat16, torch.float16)
-    if fused and half and device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if fused and half and device.type == "cuda" and HAS_TRITON:
         return FusedKernels()
     return PlainKernels()

@@ -13,9 +13,8 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 
-import torch
-
 from models import BatchResult, DeviceError, EncodeItem, ModelError, ReplicaGroup, VisionEncoder
+from service.dtypes import dtype_name
 from service.errors import ApiError, Unavailable
 from service.metrics import Metrics
 
@@ -203,8 +202,3 @@ class Engine:
             self.state = state
             self._metrics.ready.set(state is State.READY)
             return True
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")

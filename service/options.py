@@ -10,18 +10,16 @@ from dataclasses import dataclass
 from typing import Literal, cast
 from urllib.parse import parse_qsl
 
-import torch
-
 from models import OutputSpec
+from service.dtypes import TORCH_DTYPES, DtypeName
 from service.errors import BadRequest, NotAcceptable, printable
 
 Pooling = Literal["mean", "none"]
-DtypeName = Literal["float32", "float16", "bfloat16"]
 EncodingFormat = Literal["float", "base64"]
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "pooling": ("mean", "none"),
-    "dtype": ("float32", "float16", "bfloat16"),
+    "dtype": tuple(TORCH_DTYPES),
     "encoding_format": ("float", "base64"),
     "format": ("json",),
 }
@@ -33,11 +31,6 @@ MEDIA_TYPES: Mapping[str, str] = {"application/json": "json"}  # served media ty
 MAX_JSON_FLOATS = 4_194_304
 
 _BOOLEANS: Mapping[str, bool] = {"true": True, "1": True, "false": False, "0": False}
-_TORCH_DTYPES: Mapping[DtypeName, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 
 
 @dataclass(frozen=True)
@@ -56,7 +49,7 @@ class EmbedOptions:
             pooled=self.pooling == "mean",
             normalize=self.normalize,
             deepstack=self.deepstack,
-            dtype=_TORCH_DTYPES[self.dtype],
+            dtype=TORCH_DTYPES[self.dtype],
         )
 
     def check_size(self, *, num_images: int, num_tokens: int, hidden_size: int, width: int) -> None:

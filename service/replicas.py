@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from models import CudaGraphSettings, ModelError, Replica, ReplicaGroup, VisionEncoder, replica_devices
+from service.dtypes import TORCH_DTYPES
 from service.settings import Settings
 
 
@@ -19,7 +20,7 @@ def load_replicas(settings: Settings) -> ReplicaGroup:
     load = partial(
         VisionEncoder.from_pretrained,
         settings.model,
-        dtype=None if settings.dtype == "auto" else getattr(torch, settings.dtype),
+        dtype=None if settings.dtype == "auto" else TORCH_DTYPES[settings.dtype],
         revision=settings.revision,
         attn_backend=settings.mm_encoder_attn_backend,
         min_pixels=settings.min_pixels,

@@ -10,7 +10,8 @@ from prometheus_client import CollectorRegistry
 
 from models import DeviceError, EncodeItem, ModelError, OutputSpec, Preprocessor, ReplicaGroup
 from models.replica import MAX_LAUNCHED
-from service.engine import Engine, State, dtype_name
+from service.dtypes import dtype_name
+from service.engine import Engine, State
 from service.errors import BadRequest, Unavailable
 from service.metrics import Metrics
 from tests.conftest import CONFIG, FakeEncoder, FakeGraphs, fake_replicas

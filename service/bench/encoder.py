@@ -24,6 +24,7 @@ import torch
 from models import (
     RANDOM_SIZES,
     Checkpoint,
+    CudaGraphSettings,
     ModelError,
     Patches,
     Preprocessor,
@@ -34,9 +35,9 @@ from models import (
 )
 from service.bench.sides import SIDES, Side, make_side
 from service.bench.workloads import WORKLOADS, Workload, make_workload
+from service.dtypes import TORCH_DTYPES
 
 PRODUCT = 8192  # rows, columns and depth of the product that utilisation is measured against
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -66,9 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--attn-backend", default="auto", help="of our sides; `auto` takes the fastest [auto]"
     )
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="[bfloat16]")
+    parser.add_argument("--dtype", choices=TORCH_DTYPES, default="bfloat16", help="[bfloat16]")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
-    parser.add_argument("--budget-steps", type=_positive, default=8, help="token budgets per octave [8]")
+    steps = CudaGraphSettings.budget_steps
+    parser.add_argument("--budget-steps", type=_positive, default=steps, help=f"budgets per octave [{steps}]")
     parser.add_argument("--repeats", type=_positive, help="counted batches of each workload [the workload's]")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
 
@@ -115,7 +117,7 @@ def _measure(
     sides: Sequence[str],
     workloads: Sequence[Workload],
 ) -> dict[str, object]:
-    dtype = DTYPES[arguments.dtype]
+    dtype = TORCH_DTYPES[arguments.dtype]
     preprocessor = Preprocessor(checkpoint.preprocess)
     rows: list[Row] = []
     rates: list[float] = []

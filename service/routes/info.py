@@ -6,7 +6,8 @@ import time
 
 from fastapi import APIRouter, Request, Response
 
-from service.engine import Engine, dtype_name
+from service.dtypes import dtype_name
+from service.engine import Engine
 from service.schemas import CudaGraphs, Info, Limits, ModelCard, ModelList, Preprocessing, error_responses
 from service.settings import Settings
 
@@ -45,7 +46,6 @@ def add_routes(router: APIRouter, settings: Settings, engine: Engine, version: s
 
 def _info(settings: Settings, engine: Engine, version: str) -> Info:
     encoder = engine.encoder
-    config = encoder.preprocessor.config
     graphs = encoder.graphs
     return Info(
         model=settings.served_name,
@@ -63,21 +63,7 @@ def _info(settings: Settings, engine: Engine, version: str) -> Info:
         hidden_size=encoder.hidden_size,
         width=encoder.width,
         num_deepstack=encoder.num_deepstack,
-        limits=Limits(
-            max_body_bytes=settings.max_body_bytes,
-            max_image_bytes=settings.max_image_bytes,
-            max_image_pixels=settings.max_image_pixels,
-            max_images_per_request=settings.max_images_per_request,
-            max_request_tokens=settings.max_request_tokens,
-        ),
-        preprocessing=Preprocessing(
-            patch_size=config.patch_size,
-            temporal_patch_size=config.temporal_patch_size,
-            merge_size=config.merge_size,
-            min_pixels=config.min_pixels,
-            max_pixels=config.max_pixels,
-            mean=config.mean,
-            std=config.std,
-        ),
+        limits=Limits.model_validate(settings, from_attributes=True),
+        preprocessing=Preprocessing.model_validate(encoder.preprocessor.config, from_attributes=True),
         version=version,
     )

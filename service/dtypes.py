@@ -1,0 +1,20 @@
+"""The types of embeddings, by the names that requests, settings and answers have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+
+DtypeName = Literal["float32", "float16", "bfloat16"]
+TORCH_DTYPES: Mapping[DtypeName, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
