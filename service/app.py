@@ -64,7 +64,7 @@ def create_app(
     app = FastAPI(
         title="vision-sidecar",
         version=own_version,
-        description=_DESCRIPTION + (_DEMO if settings.model == "demo" else ""),
+        description=_DESCRIPTION + (_DEMO if settings.is_demo else ""),
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
@@ -89,7 +89,7 @@ def create_app(
 async def _lifespan(
     settings: Settings, engine: Engine, executor: ThreadPoolExecutor, app: FastAPI
 ) -> AsyncIterator[None]:
-    if settings.model == "demo":
+    if settings.is_demo:
         logger.warning("model demo: the weights are random, so the embeddings mean nothing")
     engine.start()
     yield

@@ -161,11 +161,16 @@ class Settings(BaseModel):
         }
         return next((flag_of(name) for name, given in asking.items() if given), None)
 
+    @property
+    def is_demo(self) -> bool:
+        """Whether the built-in model with random weights is served."""
+        return self.model == "demo"
+
     @cached_property
     def is_hub_id(self) -> bool:
         """Whether `model` names a repository on the hub: not the demo, not a folder, not a path."""
         return (
-            self.model != "demo"
+            not self.is_demo
             and _HUB_ID.fullmatch(self.model) is not None
             and not Path(self.model).is_dir()
         )

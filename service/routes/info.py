@@ -49,7 +49,7 @@ def _info(settings: Settings, engine: Engine, version: str) -> Info:
     graphs = encoder.graphs
     return Info(
         model=settings.served_name,
-        demo=settings.model == "demo",
+        demo=settings.is_demo,
         revision=encoder.revision,
         fingerprint=encoder.fingerprint,
         dtype=dtype_name(encoder.dtype),
