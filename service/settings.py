@@ -170,9 +170,7 @@ class Settings(BaseModel):
     def is_hub_id(self) -> bool:
         """Whether `model` names a repository on the hub: not the demo, not a folder, not a path."""
         return (
-            not self.is_demo
-            and _HUB_ID.fullmatch(self.model) is not None
-            and not Path(self.model).is_dir()
+            not self.is_demo and _HUB_ID.fullmatch(self.model) is not None and not Path(self.model).is_dir()
         )
 
     @cached_property
