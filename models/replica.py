@@ -23,6 +23,9 @@ from models.readback import RunningBatch
 
 MAX_LAUNCHED = 2  # batches: one runs, one waits behind it on the device
 
+# The images of the next batch, and the future that its result goes to.
+Take = Callable[[], tuple[Sequence[EncodeItem], Future[BatchResult]] | None]
+
 
 class Replica:
     """One device. Batches run one after the other, in the order in which they were submitted.
@@ -43,11 +46,33 @@ class Replica:
         A future that is cancelled before its batch is launched leaves the batch out.
         """
         future: Future[BatchResult] = Future()
-        self._launcher.submit(self._launch, items, future)
+        self._launcher.submit(self._launch_in_turn, items, future)
         return future
 
-    def _launch(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> None:
+    def serve(self, take: Take) -> Future[None]:
+        """Encodes what `take` gives, in the launching thread, until it gives None.
+
+        `take` is called when the device has a place for a batch, and waits until there is one. The future
+        ends with what `take` or the thread failed with.
+        """
+        return self._launcher.submit(self._serve, take)
+
+    def _serve(self, take: Take) -> None:
+        self.ready.result()
+        while True:
+            self._places.acquire()
+            batch = take()
+            if batch is None:
+                self._places.release()
+                return
+            self._launch(*batch)
+
+    def _launch_in_turn(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> None:
         self._places.acquire()
+        self._launch(items, future)
+
+    def _launch(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> None:
+        """Takes a place over, which is free again once the device has finished."""
         running: RunningBatch | None = None
         try:
             if future.set_running_or_notify_cancel():

@@ -53,14 +53,16 @@ def serve(argv: Sequence[str]) -> int:
     # Until the server has handlers of its own. Nothing was begun that would have to be ended.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit)
-    from service.arguments import SettingsError, parse_settings  # imports pydantic: after the handlers
+    # These import pydantic and more: after the handlers.
+    from service.arguments import SettingsError, parse_settings
+    from service.logs import configure_logging
 
     try:
         settings = parse_settings(argv, os.environ)
     except SettingsError as error:
         sys.stderr.write(f"vision-sidecar: {error}\n")
         return 2
-    configure_logging(settings.log_level)
+    configure_logging(settings.log_level, settings.log_format)
     try:
         listener = listen(settings.host, settings.port)
     except OSError as error:
@@ -89,19 +91,6 @@ def address(listener: socket.socket) -> str:
     """`http://127.0.0.1:8080`"""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def configure_logging(level: str) -> None:
-    """Our loggers at `level`, those of libraries at `warning` or less talkative, on stderr."""
-    ours = logging.getLevelNamesMapping()[level.upper()]
-    logging.basicConfig(
-        level=max(ours, logging.WARNING),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
-    for name in ("service", "models"):
-        logging.getLogger(name).setLevel(ours)
-    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # warns of every malformed body
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ The port may be open before the model is loaded: starting only starts the replic
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,8 @@ from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
 from models import ReplicaGroup
+from service.admission import ByteBudget
+from service.batcher import QueueLimits
 from service.engine import Engine
 from service.metrics import Metrics
 from service.middleware import RequestMiddleware, raise_api_error
@@ -56,10 +59,13 @@ def create_app(
     counters = Metrics(registry, COUNTED_ROUTES)
     engine = Engine(
         partial(start_replicas, settings),
+        QueueLimits(settings.max_batch_tokens, settings.max_queue_tokens, settings.max_wait_ms / 1e3),
         counters,
         model_name=settings.served_name,
         version=own_version,
     )
+    budget = ByteBudget(settings.max_inflight_bytes)
+    counters.watch_queue(engine.batcher, budget)
     executor = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
     app = FastAPI(
         title="vision-sidecar",
@@ -77,7 +83,7 @@ def create_app(
     app.add_middleware(RequestMiddleware, metrics=counters, probes=frozenset(probes.PATHS))
     app.add_exception_handler(HTTPException, raise_api_error)
     app.router.route_class = RawRoute
-    embed.add_routes(app.router, engine, Pipeline(settings, engine, executor))
+    embed.add_routes(app.router, engine, Pipeline(settings, engine, engine.batcher, budget, executor))
     probes.add_routes(app.router, engine)
     info.add_routes(app.router, settings, engine, own_version)
     metrics.add_routes(app.router, registry)
@@ -92,7 +98,9 @@ async def _lifespan(
     if settings.is_demo:
         logger.warning("model demo: the weights are random, so the embeddings mean nothing")
     engine.start()
+    watching = asyncio.create_task(engine.watch(settings.device_timeout_s))
     yield
+    watching.cancel()
     engine.drain()
     if not engine.close():
         logger.warning("a device is still loading or busy; the process ends without it")

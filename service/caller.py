@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 
-class Caller:
-    """Watches the connection of one request from when its body has been read.
+@contextmanager
+def watch(receive: Receive, on_left: Callable[[], None]) -> Iterator[None]:
+    """Calls `on_left` once the caller closes the connection, until the block ends. The body has been read.
 
     One waiting task, because `Request.is_disconnected` opens and cancels a scope at every call, which costs
     more than all else that is done for a small image on the event loop.
     """
 
-    def __init__(self, receive: Receive) -> None:
-        self._next: asyncio.Future[Message] = asyncio.ensure_future(_receive(receive))
+    def received(message: asyncio.Future[Message]) -> None:
+        if not message.cancelled() and message.result()["type"] == "http.disconnect":
+            on_left()
 
-    def stop_if_left(self) -> None:
-        """Raises `ClientDisconnect` once the caller has closed the connection."""
-        if self._next.done() and self._next.result()["type"] == "http.disconnect":
-            raise ClientDisconnect
-
-    def forget(self) -> None:
-        """Ends the watch."""
-        self._next.cancel()
+    message = asyncio.ensure_future(_receive(receive))
+    message.add_done_callback(received)
+    try:
+        yield
+    finally:
+        message.cancel()
 
 
 async def _receive(receive: Receive) -> Message:
     return await receive()
-
-
-@contextmanager
-def watch(receive: Receive) -> Iterator[Caller]:
-    """The caller, watched until the block ends."""
-    caller = Caller(receive)
-    try:
-        yield caller
-    finally:
-        caller.forget()

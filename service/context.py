@@ -5,6 +5,7 @@ Made by the middleware, filled by whoever does the work, read by the middleware 
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -17,9 +18,12 @@ _KEY = "vision_sidecar.context"
 
 @dataclass(slots=True)
 class RequestContext:
-    """One request. `stages_s` holds the wall time of each stage so far, in seconds."""
+    """One request. `started_at` is by `time.perf_counter()`; `stages_s` holds the wall time of each
+    stage so far, in seconds.
+    """
 
     request_id: str
+    started_at: float = field(default_factory=time.perf_counter)
     stages_s: dict[Stage, float] = field(default_factory=dict)
 
     def attach(self, scope: Scope) -> None:

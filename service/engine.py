@@ -1,10 +1,12 @@
-"""What joins the app to the models: loading, being ready, handing batches on, failing, closing.
+"""What joins the app to the models: loading, being ready, failing, closing.
 
-Knows the life cycle of the replicas and the metrics of their devices; nothing of HTTP or images.
+Knows the life cycle of the replicas and the metrics of their devices; nothing of HTTP or images. The replicas
+take their batches from the queue.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +15,10 @@ from contextlib import contextmanager
 from enum import Enum
 from functools import partial
 
-from models import BatchResult, DeviceError, EncodeItem, ModelError, ReplicaGroup, VisionEncoder
+from models import DeviceError, ModelError, Replica, ReplicaGroup, VisionEncoder
+from service.batcher import Batcher, QueueLimits
 from service.dtypes import dtype_name
-from service.errors import ApiError, Unavailable
+from service.errors import Unavailable
 from service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -24,6 +27,7 @@ logger = logging.getLogger(__name__)
 class State(Enum):
     LOADING = "loading"
     READY = "ready"
+    LEAVING = "leaving"  # no longer ready, and still taking requests
     DRAINING = "draining"
     FAILED = "failed"
 
@@ -32,8 +36,15 @@ class Engine:
     """The replicas as the app sees them, from before their model is loaded to their end."""
 
     def __init__(
-        self, start_replicas: Callable[[], ReplicaGroup], metrics: Metrics, *, model_name: str, version: str
+        self,
+        start_replicas: Callable[[], ReplicaGroup],
+        limits: QueueLimits,
+        metrics: Metrics,
+        *,
+        model_name: str,
+        version: str,
     ) -> None:
+        self.batcher = Batcher(limits, observe=metrics.observe_batch, on_lost=self._lose_device)
         self._start_replicas = start_replicas
         self._metrics = metrics
         self._model_name = model_name
@@ -44,7 +55,6 @@ class Engine:
         self._loading: set[str] = set()
         self.state = State.LOADING
         self.num_admitted = 0
-        self._batches: set[Future[BatchResult]] = set()  # submitted and not ended
 
     @property
     def encoder(self) -> VisionEncoder:
@@ -67,11 +77,13 @@ class Engine:
         self._loading = set(self.devices)
         for device in self.devices:
             self._metrics.add_device(device)
+            self.batcher.add_device(device)
         for replica in group.replicas:
-            replica.ready.add_done_callback(partial(self._on_loaded, replica.name))
+            replica.ready.add_done_callback(partial(self._on_loaded, replica))
 
-    def _on_loaded(self, device: str, ready: Future[VisionEncoder]) -> None:
+    def _on_loaded(self, replica: Replica, ready: Future[VisionEncoder]) -> None:
         """Runs in the replica's thread."""
+        device = replica.name
         error = ready.exception()
         if error is not None:
             self._on_load_failed(error)
@@ -84,6 +96,8 @@ class Engine:
             capture_seconds=encoder.graphs.capture_seconds,
         )
         self._metrics.set_device_up(device, True)
+        serving = replica.serve(partial(self.batcher.take, device))
+        serving.add_done_callback(partial(self._on_served, device))
         with self._lock:
             self._loading.remove(device)
             is_last = not self._loading
@@ -120,65 +134,63 @@ class Engine:
             raise Unavailable("the model is still being loaded", code="not_ready")
 
     def check_ready(self) -> None:
+        """Raises `Unavailable` unless new requests are wanted."""
+        self._check_taking()
+        if self.state is State.LEAVING:
+            raise _shutting_down()
+
+    def _check_taking(self) -> None:
         """Raises `Unavailable` unless new requests are taken."""
         self.check_loaded()
         if self.state is State.DRAINING:
-            raise Unavailable("the server is shutting down", code="draining")
+            raise _shutting_down()
 
     @contextmanager
     def admit(self) -> Iterator[None]:
         """One request, which will be finished even if the server is told to stop meanwhile.
 
-        Raises `Unavailable` where it is not taken, and in place of whatever a lost device makes it fail with.
+        Raises `Unavailable` where it is not taken.
         """
-        self.check_ready()
+        self._check_taking()
         self.num_admitted += 1
         try:
             yield
-        except ApiError:
-            raise
-        except Exception as error:
-            if isinstance(error, DeviceError):
-                self._lose_device(error)
-            self.check_alive()
-            raise
         finally:
             self.num_admitted -= 1
 
-    def submit(self, items: Sequence[EncodeItem]) -> Future[BatchResult]:
-        """Hands a batch to the devices."""
-        assert self._group is not None, "nothing is submitted before the model is loaded"
-        batch = self._group.submit(items)
-        self._batches.add(batch)
-        batch.add_done_callback(self._on_batch)
-        return batch
-
-    def _on_batch(self, batch: Future[BatchResult]) -> None:
-        """Runs in a replica's thread."""
-        self._batches.discard(batch)
-        if batch.cancelled():
-            return
-        error = batch.exception()
-        if error is None:
-            for stats in batch.result().stats:
-                self._metrics.observe_batch(stats)
-        elif isinstance(error, DeviceError):
-            self._lose_device(error)
+    def _on_served(self, device: str, serving: Future[None]) -> None:
+        """A thread that takes no batches any more, and was not told to end, has lost its device."""
+        error = serving.exception()
+        if error is not None:
+            self.batcher.lose(device, DeviceError(device, error))
 
     def _lose_device(self, error: DeviceError) -> None:
         """One lost device ends the process, once the others have finished what was admitted."""
         self._metrics.set_device_up(error.device, False)
-        if self._enter(State.FAILED, [State.READY, State.DRAINING]):
+        if self._enter(State.FAILED, [State.READY, State.LEAVING, State.DRAINING]):
             logger.critical("%s", error)
+
+    async def watch(self, timeout_s: float) -> None:
+        """Gives devices up that have work and finish nothing for so long. Runs until it is cancelled."""
+        while True:
+            await asyncio.sleep(min(1.0, timeout_s / 4))
+            for device in self.batcher.stuck_devices(timeout_s):
+                cause = TimeoutError(f"it has work and finished nothing for {timeout_s:g} s")
+                self.batcher.lose(device, DeviceError(device, cause))
 
     @property
     def idle(self) -> bool:
-        """Nothing was admitted or submitted that has not ended."""
-        return not self.num_admitted and not self._batches
+        """Nothing was admitted that has not ended, and no device is at work."""
+        return not self.num_admitted and self.batcher.is_idle
+
+    def leave(self) -> None:
+        """Is no longer ready from now on, but still takes requests; one that still loads takes none."""
+        self._enter(State.LEAVING, [State.READY])
+        self._enter(State.DRAINING, [State.LOADING])
 
     def drain(self) -> None:
         """Takes no new requests from now on."""
-        self._enter(State.DRAINING, [State.LOADING, State.READY])
+        self._enter(State.DRAINING, [State.LOADING, State.READY, State.LEAVING])
 
     def close(self) -> bool:
         """Ends the replicas' threads if they have nothing to do; else they can only end with the process.
@@ -189,10 +201,15 @@ class Engine:
             return True
         if not self.idle:
             return False
-        loaded = [replica for replica in self._group.replicas if replica.ready.done()]
-        for replica in loaded:
+        self.batcher.close()
+        ending = [
+            replica
+            for replica in self._group.replicas
+            if replica.ready.done() and not self.batcher.is_lost(replica.name)
+        ]
+        for replica in ending:
             replica.close()
-        return len(loaded) == len(self._group.replicas)
+        return len(ending) == len(self._group.replicas)
 
     def _enter(self, state: State, come_from: Sequence[State]) -> bool:
         """Changes the state if it is one of those; says whether it did."""
@@ -202,3 +219,7 @@ class Engine:
             self.state = state
             self._metrics.ready.set(state is State.READY)
             return True
+
+
+def _shutting_down() -> Unavailable:
+    return Unavailable("the server is shutting down", code="draining")

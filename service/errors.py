@@ -9,10 +9,12 @@ ApiError
 ├── TooLarge              413   (code given where it is raised)
 ├── UnsupportedMedia      415   (code given where it is raised)
 ├── InvalidShape          422   invalid_request
+├── TooManyRequests       429   queue_full · too_many_bytes               (with Retry-After)
 ├── HeadersTooLarge       431   headers_too_large
 ├── InternalError         500   internal_error
 ├── NonFiniteOutput       500   non_finite_output
-└── Unavailable           503   not_ready · draining · device_failed     (with Retry-After)
+├── Unavailable           503   not_ready · draining · device_failed     (with Retry-After)
+└── DeadlineExceeded      504   deadline_exceeded
 """
 
 from __future__ import annotations
@@ -43,12 +45,15 @@ ErrorCode = Literal[
     "unsupported_content_type",
     "unsupported_image_format",
     "invalid_request",
+    "queue_full",
+    "too_many_bytes",
     "headers_too_large",
     "internal_error",
     "non_finite_output",
     "not_ready",
     "draining",
     "device_failed",
+    "deadline_exceeded",
 ]
 ERROR_CODES: tuple[ErrorCode, ...] = get_args(ErrorCode)
 
@@ -139,6 +144,16 @@ class InvalidShape(ApiError):
     code = "invalid_request"
 
 
+class TooManyRequests(ApiError):
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, message: str, *, code: ErrorCode, retry_after_s: int) -> None:
+        super().__init__(message, code=code)
+        self.retry_after_s = retry_after_s
+
+
 class HeadersTooLarge(ApiError):
     status = 431
     type = "invalid_request_error"
@@ -159,6 +174,15 @@ class Unavailable(ApiError):
     status = 503
     code = "not_ready"
     retry_after_s = 5
+
+
+class DeadlineExceeded(ApiError):
+    status = 504
+    type = "timeout_error"
+    code = "deadline_exceeded"
+
+    def __init__(self) -> None:
+        super().__init__("the request was not answered within the server's time limit")
 
 
 def _statuses(error: type[ApiError]) -> set[int]:

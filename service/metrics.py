@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -45,6 +45,26 @@ class _Device:
     up: Gauge
 
 
+class SupportsQueueGauges(Protocol):
+    """What the metrics read of the queue."""
+
+    @property
+    def waiting_images(self) -> int: ...
+
+    @property
+    def waiting_tokens(self) -> int: ...
+
+    @property
+    def limit_tokens(self) -> int: ...
+
+
+class SupportsByteGauge(Protocol):
+    """What the metrics read of the bodies in memory."""
+
+    @property
+    def held_bytes(self) -> int: ...
+
+
 class Metrics:
     """The server's metrics. Threads may share it; every call is a dictionary look-up and an addition.
 
@@ -57,6 +77,12 @@ class Metrics:
         self._create_request_metrics(make, (*routes, OTHER))
         self._create_batch_metrics(make)
         self._create_device_metrics(make)
+        self._queue_images = make.gauge("queue_images", "Images that wait for a device.")
+        self._queue_tokens = make.gauge("queue_tokens", "Image tokens that wait for a device.")
+        self._queue_limit_tokens = make.gauge(
+            "queue_limit_tokens", "Most image tokens that may be decoded or wait at once."
+        )
+        self._inflight_bytes = make.gauge("inflight_bytes", "Bytes of request bodies in memory.")
         self.requests_in_flight = make.gauge("requests_in_flight", "Requests being answered.")
         self.ready = make.gauge("ready", "1 while the server takes requests, else 0.")
         self._info = make.gauge(
@@ -135,6 +161,13 @@ class Metrics:
     def set_info(self, *, model: str, fingerprint: str, dtype: str, attn_backend: str, version: str) -> None:
         """Says what is served, once it is loaded."""
         self._info.labels(model, fingerprint, dtype, attn_backend, version).set(1)
+
+    def watch_queue(self, queue: SupportsQueueGauges, budget: SupportsByteGauge) -> None:
+        """Reads the gauges of the queue whenever they are asked for."""
+        self._queue_images.set_function(lambda: queue.waiting_images)
+        self._queue_tokens.set_function(lambda: queue.waiting_tokens)
+        self._queue_limit_tokens.set_function(lambda: queue.limit_tokens)
+        self._inflight_bytes.set_function(lambda: budget.held_bytes)
 
     def observe_request(self, route: str, status: int, duration_s: float) -> None:
         """Counts an answered request; its duration to the last byte counts where the status is 2xx."""

@@ -54,11 +54,11 @@ class RequestMiddleware:
             await self._app(exchange.scope, exchange.receive, exchange.send)
         except ClientDisconnect:
             exchange.status = CLIENT_LEFT
+            if log:
+                logger.info("%s: the caller left", exchange.title, extra=exchange.log_members())
         except ApiError as error:
-            if log and error.status >= 500:
-                # Those that wait for the server come again and again, and the log has said what it does.
-                level = logging.DEBUG if error.code in ("not_ready", "draining") else logging.WARNING
-                logger.log(level, "%s: %d %s: %s", exchange.title, error.status, error.code, error.message)
+            if log:
+                self._log(exchange, error)
             await exchange.send_error(error)
         except asyncio.CancelledError:
             if exchange.started:
@@ -67,16 +67,31 @@ class RequestMiddleware:
                 Unavailable("the server stopped before it could answer", code="draining")
             )
         except Exception:
-            logger.exception("%s failed", exchange.title)
+            logger.exception("%s failed", exchange.title, extra=exchange.log_members())
             if exchange.started:
                 raise  # the server closes the connection, so that the caller sees that the answer is cut
             await exchange.send_error(
                 InternalError("the server failed to answer; its log has the request id")
             )
 
+    def _log(self, exchange: _Exchange, error: ApiError) -> None:
+        """One line. Only what is the server's own fault is an error of the server."""
+        logger.log(
+            logging.ERROR if error.status == 500 else logging.INFO,
+            "%s: %d %s: %s",
+            exchange.title,
+            error.status,
+            error.code,
+            error.message,
+            exc_info=error.__cause__ if error.status == 500 else None,
+            extra=exchange.log_members(error),
+        )
+
     def _record(self, exchange: _Exchange) -> None:
         route = exchange.route
-        self._metrics.observe_request(route, exchange.status, time.perf_counter() - exchange.started_at)
+        self._metrics.observe_request(
+            route, exchange.status, time.perf_counter() - exchange.context.started_at
+        )
         for stage, seconds in exchange.context.stages_s.items():
             self._metrics.observe_stage(stage, seconds)
         if exchange.error is not None:
@@ -87,7 +102,6 @@ class _Exchange:
     """One request and its answer on their way through."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.started_at = time.perf_counter()
         self.context = RequestContext(_request_id(scope))
         self.context.attach(scope)
         # A HEAD is a GET whose body is not sent, so that no route needs to know of it.
@@ -110,6 +124,16 @@ class _Exchange:
         """What the log calls it."""
         return f"{self.scope['method']} {self.route} [{self.context.request_id}]"
 
+    def log_members(self, error: ApiError | None = None) -> dict[str, object]:
+        """What a structured log has of it as members."""
+        return {
+            "request_id": self.context.request_id,
+            "method": self.scope["method"],
+            "route": self.route,
+            "status": self.status if error is None else error.status,
+            "code": None if error is None else error.code,
+        }
+
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started = True
@@ -127,7 +151,7 @@ class _Exchange:
 
     def _own_headers(self) -> Headers:
         timings_ms = {str(stage): seconds * 1e3 for stage, seconds in self.context.stages_s.items()}
-        timings_ms["total"] = (time.perf_counter() - self.started_at) * 1e3
+        timings_ms["total"] = (time.perf_counter() - self.context.started_at) * 1e3
         return identity_headers(self.context.request_id, timings_ms)
 
 

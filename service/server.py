@@ -22,6 +22,7 @@ from PIL import Image
 
 from service.app import create_app
 from service.engine import Engine, State
+from service.errors import ApiError
 from service.metrics import Metrics
 from service.protocol import Protocol
 from service.settings import Settings
@@ -36,15 +37,15 @@ _FAREWELL_S = 0.2
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with our end: it goes on listening, and says 503, until what was admitted is done."""
+    """uvicorn's server with our end: it serves on for a delay, then drains and says 503."""
 
     def __init__(self, app: FastAPI, engine: Engine, metrics: Metrics, settings: Settings) -> None:
         # A partial class is all that uvicorn needs: it calls it once for a connection.
         protocol = partial(
             Protocol,
             header_timeout_s=settings.body_timeout_s,
-            is_draining=lambda: self._deadline is not None,
-            count_refusal=metrics.count_refusal,
+            is_draining=lambda: self._leaves_at is not None,
+            count_refusal=self._count_refusal,
         )
         super().__init__(
             uvicorn.Config(
@@ -60,24 +61,40 @@ class Server(uvicorn.Server):
             )
         )
         self._engine = engine
+        self._metrics = metrics
+        self._delay_s = settings.shutdown_delay_s
         self._grace_s = settings.shutdown_grace_s
         self._told_to_stop = False
+        self._leaves_at: float | None = None  # newcomers are refused from then on, once told to stop
         self._deadline: float | None = None  # of the drain, once it began; time.monotonic()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: drain from the next tick on, as a handler must take no lock. Second: end at once."""
+        """First signal: leave from the next tick on, as a handler must take no lock. Second: end at once."""
         if self._told_to_stop:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         self._told_to_stop = True
 
+    def _count_refusal(self, error: ApiError) -> None:
+        """Of what never became a request that the app could count and log."""
+        self._metrics.count_refusal(error)
+        logger.info("refused: %d %s: %s", error.status, error.code, error.message)
+
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; True ends the server."""
-        if self._deadline is None and (self._told_to_stop or self._engine.state is State.FAILED):
-            logger.info("stopping, in at most %g s", self._grace_s)
+        has_failed = self._engine.state is State.FAILED
+        if self._leaves_at is None and (self._told_to_stop or has_failed):
+            delay_s = 0.0 if has_failed else self._delay_s
+            logger.info("stopping, in at most %g s", delay_s + self._grace_s)
+            self._engine.leave()
+            self._leaves_at = time.monotonic() + delay_s
+        if self._deadline is None and self._is_time_to_drain(has_failed):
             self._engine.drain()
             self._deadline = time.monotonic() + self._grace_s
         return await super().on_tick(counter) or self._is_drained()
+
+    def _is_time_to_drain(self, has_failed: bool) -> bool:
+        return self._leaves_at is not None and (has_failed or time.monotonic() >= self._leaves_at)
 
     def _is_drained(self) -> bool:
         return self._deadline is not None and (self._engine.idle or time.monotonic() >= self._deadline)

@@ -15,6 +15,7 @@ from typing import Annotated, Literal, NoReturn, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 AttnBackend = Literal["auto", "FLASH_ATTN", "FLASH_ATTN_4", "TORCH_SDPA"]
@@ -54,6 +55,7 @@ class Settings(BaseModel):
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     log_level: LogLevel = Field("info", description="least severe level that is logged")
+    log_format: LogFormat = Field("text", description="how the log is written: text, or a JSON object a line")
 
     model: str = Field(
         "demo",
@@ -96,6 +98,21 @@ class Settings(BaseModel):
         None, description="larger images are reduced to about this many pixels [the checkpoint's]"
     )
 
+    max_batch_tokens: Count = Field(
+        16384, description="most image tokens in one batch; a larger image is a batch of its own"
+    )
+    max_wait_ms: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="longest time in milliseconds that an idle device waits for a fuller batch",
+    )
+    max_queue_tokens: Count = Field(
+        131072, description="most image tokens that may wait, for each device; more are refused"
+    )
+    max_inflight_bytes: Count = Field(
+        2**29, description="most bytes of request bodies in memory at once; more are refused"
+    )
     max_body_bytes: Count = Field(64 * 2**20, description="largest request body in bytes")
     max_image_bytes: Count = Field(20 * 2**20, description="largest encoded image in bytes")
     max_image_pixels: Count = Field(
@@ -104,8 +121,20 @@ class Settings(BaseModel):
     max_images_per_request: Count = Field(32, description="most images in one request")
     max_request_tokens: Count = Field(65536, description="most image tokens in one request")
     body_timeout_s: Seconds = Field(30.0, description="longest time in seconds for a request body to arrive")
+    request_timeout_s: Seconds = Field(
+        30.0, description="longest time in seconds from a request's headers to its answer"
+    )
+    device_timeout_s: Seconds = Field(
+        60.0, description="a device that has work and finishes nothing for so many seconds has failed"
+    )
     decode_threads: Count = Field(
         default_factory=_available_cores, description="threads that decode and resize images [cores]"
+    )
+    shutdown_delay_s: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="time in seconds at shutdown during which requests are still taken, but /readyz says 503",
     )
     shutdown_grace_s: Seconds = Field(
         35.0, description="longest time in seconds that admitted requests may take to finish at shutdown"
@@ -115,6 +144,14 @@ class Settings(BaseModel):
     def _refuse_contradictions(self) -> Self:
         if self.max_image_bytes > self.max_body_bytes:
             _contradiction("max_image_bytes", self.max_image_bytes, "max_body_bytes", self.max_body_bytes)
+        if self.max_body_bytes > self.max_inflight_bytes:
+            _contradiction(
+                "max_body_bytes", self.max_body_bytes, "max_inflight_bytes", self.max_inflight_bytes
+            )
+        if self.request_timeout_s > self.shutdown_grace_s:
+            _contradiction(
+                "request_timeout_s", self.request_timeout_s, "shutdown_grace_s", self.shutdown_grace_s
+            )
         if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
             _contradiction("min_pixels", self.min_pixels, "max_pixels", self.max_pixels)
         if self.revision is not None and not self.is_hub_id:
@@ -183,7 +220,7 @@ class Settings(BaseModel):
         return Path(self.model).absolute().name or "model"
 
 
-def _contradiction(small: str, small_value: int, large: str, large_value: int) -> NoReturn:
+def _contradiction(small: str, small_value: float, large: str, large_value: float) -> NoReturn:
     _refuse(f"{flag_of(small)} {small_value} is larger than {flag_of(large)} {large_value}")
 
 

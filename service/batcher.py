@@ -1,0 +1,353 @@
+"""The queue between requests and devices: admission by tokens, order, batches, failures.
+
+First in, first out. No timer by default: a batch forms while the device is busy, and a device takes what
+waits as soon as it has a place for a batch. Requests and devices call it from their own threads; nothing in
+it waits but `take`. Knows tokens, tickets and devices; nothing of HTTP, images or the encoder.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from models import BatchResult, BatchStats, DeviceError, EncodeItem
+from service.errors import (
+    DeadlineExceeded,
+    InternalError,
+    TooLarge,
+    TooManyRequests,
+    Unavailable,
+    image_param,
+)
+from service.ticket import Abandoned, Ticket, settle
+
+logger = logging.getLogger(__name__)
+
+_MIN_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 1, 10
+_RATE_MEMORY = 0.9  # weight of the past in a device's average rate, for each batch
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """In image tokens, and seconds."""
+
+    max_batch_tokens: int
+    max_queue_tokens: int  # for each device
+    max_wait_s: float = 0.0  # for more images, while a batch is not full
+
+
+@dataclass(frozen=True, eq=False)
+class _Entry:
+    """One image of a request."""
+
+    ticket: Ticket
+    index: int
+    item: EncodeItem
+    is_retry: bool = False  # its batch failed: it runs alone, and its tokens are not reserved any more
+
+    @property
+    def num_tokens(self) -> int:
+        return self.item.patches.num_tokens
+
+
+class _Device:
+    """What one device has to do, and when it last got on."""
+
+    def __init__(self) -> None:
+        self.batches: dict[Future[BatchResult], Sequence[_Entry]] = {}
+        self.got_on_at = 0.0
+        self.tokens_per_s = 0.0
+        self.is_waiting = False  # in `take`
+        self.is_lost = False
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_waiting and not self.batches
+
+    def started(self, batch: Future[BatchResult], entries: Sequence[_Entry]) -> None:
+        if not self.batches:
+            self.got_on_at = time.perf_counter()
+        self.batches[batch] = entries
+
+    def finished(self, batch: Future[BatchResult]) -> Sequence[_Entry]:
+        """The images of the batch, but none of a batch that was given up before."""
+        entries, now = self.batches.pop(batch, ()), time.perf_counter()
+        rate = sum(entry.num_tokens for entry in entries) / max(1e-6, now - self.got_on_at)
+        self.tokens_per_s = _RATE_MEMORY * (self.tokens_per_s or rate) + (1 - _RATE_MEMORY) * rate
+        self.got_on_at = now
+        return entries
+
+
+class Batcher:
+    """`observe` is told of every batch that a device finished, `on_lost` of a device that failed."""
+
+    def __init__(
+        self,
+        limits: QueueLimits,
+        *,
+        observe: Callable[[BatchStats], None],
+        on_lost: Callable[[DeviceError], None],
+    ) -> None:
+        self._limits = limits
+        self._observe = observe
+        self._on_lost = on_lost
+        self._changed = threading.Condition(threading.Lock())
+        self._waiting: OrderedDict[_Entry, None] = OrderedDict()
+        self._entries: dict[Ticket, list[_Entry]] = {}  # of requests that were queued and have not ended
+        self._devices: dict[str, _Device] = {}
+        self._reserved_tokens = 0  # admitted, and not taken by a device yet
+        self._waiting_tokens = 0
+        self._is_closed = False
+
+    # For the metrics
+
+    @property
+    def waiting_images(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        return self._waiting_tokens
+
+    @property
+    def limit_tokens(self) -> int:
+        return self._limits.max_queue_tokens * max(1, len(self._devices))
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits and nothing runs."""
+        with self._changed:
+            return not self._waiting and not any(device.batches for device in self._devices.values())
+
+    # For requests
+
+    def check_room(self) -> None:
+        """Raises `TooManyRequests` where not one token more would be admitted."""
+        if self._reserved_tokens >= self.limit_tokens:
+            raise self._full()
+
+    def admit(self, ticket: Ticket, num_tokens: int) -> None:
+        """Reserves room for all images of a request.
+
+        Raises `TooManyRequests` while they do not fit, `TooLarge` if they never could, and `Unavailable` once
+        no device is left.
+        """
+        if num_tokens > self.limit_tokens:
+            raise TooLarge(
+                f"the images make {num_tokens} tokens, and the queue holds {self.limit_tokens}",
+                code="too_many_tokens",
+            )
+        with self._changed:
+            if self._has_lost_all:
+                raise _device_failed()
+            if self._reserved_tokens + num_tokens > self.limit_tokens:
+                raise self._full()
+            if not ticket.ended:
+                self._reserved_tokens += num_tokens
+                ticket.reserved_tokens = num_tokens
+
+    def put(self, ticket: Ticket, items: Sequence[EncodeItem]) -> None:
+        """Queues the images of a request that was admitted, unless it has ended meanwhile."""
+        with self._changed:
+            if ticket.ended:
+                return
+            if self._has_lost_all:
+                self._end(ticket, _device_failed())
+                return
+            ticket.queued(len(items), time.perf_counter())
+            entries = [_Entry(ticket, index, item) for index, item in enumerate(items)]
+            self._entries[ticket] = entries
+            for entry in entries:
+                self._waiting[entry] = None
+                self._waiting_tokens += entry.num_tokens
+            self._changed.notify_all()
+
+    def fail(self, ticket: Ticket, error: Exception) -> None:
+        """Ends a request with an error, unless it has ended. What no device has taken is dropped."""
+        with self._changed:
+            self._end(ticket, error)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Nobody waits for the ticket any more."""
+        if not ticket.ended:
+            self.fail(ticket, Abandoned())
+
+    # For devices
+
+    def add_device(self, name: str) -> None:
+        """One more device will take batches; the queue grows by its share."""
+        self._devices[name] = _Device()
+
+    def take(self, name: str) -> tuple[Sequence[EncodeItem], Future[BatchResult]] | None:
+        """The next batch for a device that has a place for one; waits until there is one. None: no more."""
+        device = self._devices[name]
+        with self._changed:
+            while not (self._is_closed or device.is_lost):
+                entries = self._next_batch(device)
+                if entries:
+                    batch: Future[BatchResult] = Future()
+                    device.started(batch, entries)
+                    batch.add_done_callback(partial(self._finished, name))
+                    return [entry.item for entry in entries], batch
+                device.is_waiting = True
+                self._changed.wait(self._time_to_wait())
+                device.is_waiting = False
+        return None
+
+    def lose(self, name: str, error: DeviceError) -> None:
+        """Ends the requests that a device was at work on, and those that wait if it was the last."""
+        device = self._devices[name]
+        with self._changed:
+            if device.is_lost:
+                return
+            device.is_lost = True
+            lost = [entry.ticket for entries in device.batches.values() for entry in entries]
+            device.batches.clear()
+            if self._has_lost_all:
+                lost += [entry.ticket for entry in self._waiting]
+            for ticket in lost:
+                self._end(ticket, _device_failed())
+            self._changed.notify_all()
+        self._on_lost(error)
+
+    def is_lost(self, name: str) -> bool:
+        """Whether a device has been given up."""
+        return self._devices[name].is_lost
+
+    def stuck_devices(self, timeout_s: float) -> list[str]:
+        """Devices that have had work for so long and finished none of it."""
+        since = time.perf_counter() - timeout_s
+        with self._changed:
+            return [
+                name for name, device in self._devices.items() if device.batches and device.got_on_at < since
+            ]
+
+    def close(self) -> None:
+        """Lets every `take` return."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def _finished(self, name: str, batch: Future[BatchResult]) -> None:
+        """Runs in the thread that waited for the device."""
+        error = batch.exception()
+        if isinstance(error, DeviceError):
+            self.lose(name, error)
+            return
+        if error is None:
+            for stats in batch.result().stats:
+                self._observe(stats)
+        with self._changed:
+            entries = self._devices[name].finished(batch)
+            if error is None:
+                self._hand_out(entries, batch.result())
+            elif len(entries) == 1:
+                self._end(entries[0].ticket, _encoding_failed(entries[0].index, error))
+            elif entries:
+                self._retry(entries, error)
+            self._changed.notify_all()
+
+    # All below is called under the lock
+
+    @property
+    def _has_lost_all(self) -> bool:
+        return bool(self._devices) and all(device.is_lost for device in self._devices.values())
+
+    def _next_batch(self, device: _Device) -> list[_Entry]:
+        """What the device should run now: nothing where it is busy and another one idle."""
+        idle = sum(other.is_idle for other in self._devices.values() if other is not device)
+        if (device.batches and idle) or self._time_to_wait() is not None:
+            return []
+        share = math.ceil(self._waiting_tokens / (1 + idle))
+        return self._pop(min(self._limits.max_batch_tokens, share))
+
+    def _time_to_wait(self) -> float | None:
+        """Seconds for which a batch that is not full waits for more; None: it need not."""
+        if not self._waiting or self._waiting_tokens >= self._limits.max_batch_tokens:
+            return None
+        queued_at = next(iter(self._waiting)).ticket.queued_at
+        assert queued_at is not None, "what waits was queued"
+        rest = queued_at + self._limits.max_wait_s - time.perf_counter()
+        return rest if rest > 0 else None
+
+    def _pop(self, max_tokens: int) -> list[_Entry]:
+        """Images from the front, one at least. Requests whose deadline has passed are ended on the way."""
+        entries: list[_Entry] = []
+        num_tokens, now = 0, time.perf_counter()
+        while self._waiting:
+            entry = next(iter(self._waiting))
+            if entry.ticket.deadline <= now:
+                self._end(entry.ticket, DeadlineExceeded())
+                continue
+            num_tokens += entry.num_tokens
+            if entries and (num_tokens > max_tokens or entry.is_retry):
+                break
+            self._remove(entry)
+            entry.ticket.taken(now)
+            if entry.is_retry:
+                return [entry]
+            entries.append(entry)
+        return entries
+
+    def _remove(self, entry: _Entry) -> None:
+        del self._waiting[entry]
+        self._waiting_tokens -= entry.num_tokens
+        if not entry.is_retry:
+            self._reserved_tokens -= entry.num_tokens
+            entry.ticket.reserved_tokens -= entry.num_tokens
+
+    def _hand_out(self, entries: Sequence[_Entry], result: BatchResult) -> None:
+        complete: list[Ticket] = []
+        for entry, embedding in zip(entries, result.embeddings, strict=True):
+            if not entry.ticket.ended and entry.ticket.received(entry.index, embedding, result.finished_at):
+                del self._entries[entry.ticket]
+                complete.append(entry.ticket)
+        settle(complete)
+
+    def _retry(self, entries: Sequence[_Entry], error: BaseException) -> None:
+        """Images of a batch that failed go back to the front, to be run one by one."""
+        logger.info("a batch of %d images failed and is run again one by one: %r", len(entries), error)
+        for entry in reversed(entries):
+            ticket = entry.ticket
+            if not ticket.ended:
+                again = _Entry(ticket, entry.index, entry.item, is_retry=True)
+                self._entries[ticket].append(again)
+                self._waiting[again] = None
+                self._waiting.move_to_end(again, last=False)
+                self._waiting_tokens += again.num_tokens
+
+    def _end(self, ticket: Ticket, error: Exception) -> None:
+        if ticket.ended:
+            return
+        for entry in self._entries.pop(ticket, ()):
+            if entry in self._waiting:
+                self._remove(entry)
+        self._reserved_tokens -= ticket.reserved_tokens
+        ticket.failed(error)
+        settle([ticket])
+
+    def _full(self) -> TooManyRequests:
+        rate = sum(device.tokens_per_s for device in self._devices.values() if not device.is_lost)
+        seconds = math.ceil(self._reserved_tokens / rate) if rate else _MIN_RETRY_AFTER_S
+        return TooManyRequests(
+            "the queue is full",
+            code="queue_full",
+            retry_after_s=min(max(seconds, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S),
+        )
+
+
+def _device_failed() -> Unavailable:
+    return Unavailable("the device failed; the server must be restarted", code="device_failed")
+
+
+def _encoding_failed(index: int, cause: BaseException) -> InternalError:
+    error = InternalError("the encoder failed on this image", param=image_param(index))
+    error.__cause__ = cause
+    return error

@@ -1,0 +1,152 @@
+"""From the bytes of a request's images to their place in the queue, in the decode threads.
+
+    headers checked ─► admitted ─► decoded and resized ─► queued
+
+The event loop only starts it: from its end on, the queue has the request. Knows images and their limits;
+nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from models import AspectRatioError, EncodeItem, VisionEncoder
+from service.batcher import Batcher
+from service.encoding import ImageFacts
+from service.errors import ApiError, BadRequest, TooLarge, image_param
+from service.images import ImageHeader, ImageLimits, read_header
+from service.options import EmbedOptions
+from service.ticket import Ticket
+
+
+@dataclass(frozen=True)
+class Preparer:
+    """What all requests share."""
+
+    batcher: Batcher
+    executor: Executor
+    limits: ImageLimits
+    max_tokens: int  # of one request
+
+    def start(
+        self, images: Sequence[bytes], options: EmbedOptions, ticket: Ticket, encoder: VisionEncoder
+    ) -> Preparation:
+        """Returns at once. The ticket ends with what goes wrong."""
+        preparation = Preparation(self, images, options, ticket, encoder)
+        self.executor.submit(preparation.run)
+        return preparation
+
+
+class Preparation:
+    """The images of one request. A step is left out once the request has ended."""
+
+    def __init__(
+        self,
+        shared: Preparer,
+        images: Sequence[bytes],
+        options: EmbedOptions,
+        ticket: Ticket,
+        encoder: VisionEncoder,
+    ) -> None:
+        self._shared = shared
+        self._images = images
+        self._options = options
+        self._output = options.output_spec()
+        self._ticket = ticket
+        self._encoder = encoder
+        self._lock = threading.Lock()
+        self._missing = len(images)
+        self._items: list[EncodeItem | None] = [None] * len(images)
+        self._facts: list[ImageFacts | None] = [None] * len(images)
+        self._errors: dict[int, Exception] = {}
+
+    @property
+    def facts(self) -> list[ImageFacts]:
+        """What the answer says of each image, once all are queued."""
+        return [facts for facts in self._facts if facts is not None]
+
+    def run(self) -> None:
+        """All of it for a single image; of several, each is decoded on its own, in parallel."""
+        try:
+            if self._ticket.ended:
+                return
+            headers = self._check()
+            self._shared.batcher.admit(self._ticket, sum(num_tokens for _, num_tokens in headers))
+            for index, (header, _) in enumerate(headers[1:], start=1):
+                self._shared.executor.submit(self._decode, index, header)
+            self._decode(0, headers[0][0])
+        except Exception as error:
+            self._shared.batcher.fail(self._ticket, error)
+
+    def _check(self) -> list[tuple[ImageHeader, int]]:
+        """Headers and tokens of all images, every limit checked before any pixel is decoded."""
+        shared, encoder = self._shared, self._encoder
+        headers: list[tuple[ImageHeader, int]] = []
+        total = 0
+        for index, image in enumerate(self._images):
+            with _blaming(index):
+                header = read_header(image, shared.limits)
+                num_tokens = encoder.preprocessor.num_tokens(header.height, header.width)
+                total += num_tokens
+                if total > shared.max_tokens:
+                    raise TooLarge(
+                        f"the images up to this one make {total} tokens, and a request may have "
+                        f"{shared.max_tokens}",
+                        code="too_many_tokens",
+                    )
+            headers.append((header, num_tokens))
+        self._options.check_size(
+            num_images=len(headers),
+            num_tokens=total,
+            hidden_size=encoder.hidden_size,
+            width=encoder.width,
+        )
+        return headers
+
+    def _decode(self, index: int, header: ImageHeader) -> None:
+        """One image. Whoever is last queues them all, or ends the request with its first broken image."""
+        try:
+            if not self._ticket.ended and min(self._errors, default=index) >= index:
+                self._prepare(index, header)
+        except Exception as error:
+            self._errors[index] = error
+        with self._lock:
+            self._missing -= 1
+            is_last = not self._missing
+        if not is_last:
+            return
+        if self._errors:
+            self._shared.batcher.fail(self._ticket, self._errors[min(self._errors)])
+        else:
+            self._shared.batcher.put(self._ticket, [item for item in self._items if item is not None])
+
+    def _prepare(self, index: int, header: ImageHeader) -> None:
+        image = self._images[index]
+        with _blaming(index):
+            patches = self._encoder.preprocessor(header.decode())
+        self._facts[index] = ImageFacts(
+            num_tokens=patches.num_tokens,
+            grid_thw=patches.grid_thw,
+            width=header.width,
+            height=header.height,
+            sha256=hashlib.sha256(image).hexdigest(),
+        )
+        self._items[index] = EncodeItem(patches, self._output)
+
+
+@contextmanager
+def _blaming(index: int) -> Iterator[None]:
+    """Says in an error which image it is about."""
+    param = image_param(index)
+    try:
+        yield
+    except ApiError as error:
+        error.param = error.param or param
+        raise
+    except AspectRatioError as error:
+        raise BadRequest(str(error), code="invalid_aspect_ratio", param=param) from None

@@ -1,0 +1,98 @@
+"""One request on its way through the queue, as its coroutine and the queue see it.
+
+Knows when what happened and what came back; nothing of HTTP, of decoding or of the order of the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+
+from service.metrics import Stage
+
+
+class Abandoned(Exception):
+    """Nobody waits for the ticket any more."""
+
+
+class Ticket:
+    """Awaited by one coroutine; all else is done by the queue, under its lock. Times are `perf_counter()`."""
+
+    def __init__(self, deadline: float = float("inf")) -> None:
+        self.deadline = deadline
+        self.reserved_tokens = 0  # admitted and not yet taken by a device
+        self.ended = False
+        self.queued_at: float | None = None
+        self.taken_at: float | None = None  # by the first device that took one of its images
+        self.finished_at: float | None = None
+        self._loop = asyncio.get_running_loop()
+        self._settled: asyncio.Future[None] = self._loop.create_future()
+        self._embeddings: list[torch.Tensor | None] = []
+        self._missing = 0
+        self._error: Exception | None = None
+
+    def stages_s(self, started_at: float) -> dict[Stage, float]:
+        """How long each stage took that has ended, in seconds; decoding began at `started_at`."""
+        marks = (started_at, self.queued_at, self.taken_at, self.finished_at)
+        stages: tuple[Stage, ...] = ("decode", "queue", "encode")
+        return {
+            stage: end - begin
+            for stage, (begin, end) in zip(stages, pairwise(marks), strict=True)
+            if begin is not None and end is not None
+        }
+
+    async def embeddings(self) -> Sequence[torch.Tensor]:
+        """One for each image, in order, on the host: [hidden] if pooled, else [tokens, width].
+
+        Raises what the images failed with.
+        """
+        await self._settled
+        if self._error is not None:
+            raise self._error
+        return [embedding for embedding in self._embeddings if embedding is not None]
+
+    def queued(self, num_images: int, now: float) -> None:
+        self.queued_at = now
+        self._missing = num_images
+        self._embeddings = [None] * num_images
+
+    def taken(self, now: float) -> None:
+        if self.taken_at is None:
+            self.taken_at = now
+
+    def received(self, index: int, embedding: torch.Tensor, now: float) -> bool:
+        """Takes one image's embedding; says whether it was the last."""
+        self._embeddings[index] = embedding
+        self._missing -= 1
+        if self._missing == 0:
+            self.ended = True
+            self.finished_at = now
+        return self.ended
+
+    def failed(self, error: Exception) -> None:
+        self.ended = True
+        self._error = error
+
+    def settle(self) -> None:
+        """Wakes the coroutine up. In its event loop only."""
+        if not self._settled.done():
+            self._settled.set_result(None)
+
+
+def settle(tickets: Iterable[Ticket]) -> None:
+    """Wakes up who waits for tickets that have ended, from any thread, with one call for each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[Ticket]] = defaultdict(list)
+    for ticket in tickets:
+        by_loop[ticket._loop].append(ticket)
+    for loop, group in by_loop.items():
+        if not loop.is_closed():  # else nobody waits any more
+            loop.call_soon_threadsafe(_settle, group)
+
+
+def _settle(tickets: Sequence[Ticket]) -> None:
+    for ticket in tickets:
+        ticket.settle()
