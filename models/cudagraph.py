@@ -132,6 +132,7 @@ class EncoderCudaGraphManager(Generic[Batch]):
     def _start(self) -> None:
         """Captures every budget, largest first, into one pool and on one set of buffers, and tests it."""
         started, budget = time.perf_counter(), self.budgets[-1]
+        self._empty_cache()  # what others left there would be counted as given back by the graphs
         before = self._reserved_memory()
         try:
             self._shared = self._allocate(budget)
