@@ -142,7 +142,8 @@ async def send_closed(sender: Sender, concurrency: int, total_s: float) -> None:
             if not await sender.send(due):
                 await asyncio.sleep(_PAUSE_S)
 
-    await asyncio.sleep(-sender.now())
+    while (early_s := -sender.now()) > 0:  # timers of the event loop may be half a millisecond early
+        await asyncio.sleep(early_s)
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
             group.create_task(call())

@@ -137,7 +137,9 @@ def format_report(load: LoadReport, is_open: bool, server: Growth | None, memory
         _line("no answer", _pairs(load.connection_errors)),
     ]
     if load.late and is_open:
-        lines.append(f"{load.late} requests were sent over {LATE_MS:.0f} ms late: use more --processes\n")
+        lines.append(
+            f"{load.late} requests were sent over {LATE_MS:.0f} ms late: the generator was too slow\n"
+        )
     return "".join([*lines, *_server_lines(server, memory)])
 
 
