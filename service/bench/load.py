@@ -75,6 +75,7 @@ def work(share: Share, pipe: Pipe) -> None:
         begin = pipe.recv()
     except EOFError:
         return
+    time.sleep(max(begin - time.monotonic(), 0))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         notes = runner.run(send_all(share, requests, begin, pipe.fileno()))
     os.set_blocking(pipe.fileno(), True)  # which the event loop had changed
@@ -87,7 +88,7 @@ def _allow_many_connections() -> None:
 
 
 async def send_all(share: Share, requests: Iterable[memoryview], begin: float, stop_fd: int) -> Notes:
-    """Sends from `begin` on for `total_s`, waits for the answers, and returns what happened.
+    """Sends for `total_s` since `begin`, waits for the answers, and returns what happened.
 
     Stops at once when `stop_fd` can be read.
     """
@@ -142,8 +143,6 @@ async def send_closed(sender: Sender, concurrency: int, total_s: float) -> None:
             if not await sender.send(due):
                 await asyncio.sleep(_PAUSE_S)
 
-    while (early_s := -sender.now()) > 0:  # timers of the event loop may be half a millisecond early
-        await asyncio.sleep(early_s)
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
             group.create_task(call())

@@ -1,7 +1,8 @@
 """`vision-sidecar bench serve`: a running server under load, from separate processes.
 
 Open loop (`--rate`): Poisson arrivals whatever the server does, latency from when a request was due. Closed
-loop (`--concurrency`): callers that each wait for their answer. Ctrl-C reports what was measured so far.
+loop (`--concurrency`): callers that send again as soon as they have an answer, a refusal too. Ctrl-C reports
+what was measured so far.
 """
 
 from __future__ import annotations
