@@ -135,6 +135,13 @@ def test_open_loop_sends_what_is_due_and_no_more(tmp_path: Path) -> None:
     assert report["load"]["requests"] == report["load"]["statuses"]["200"] == count == due
 
 
+def test_open_loop_notes_when_requests_were_due() -> None:
+    with FakeServer(stall_at=0, stall_s=0.2) as server:
+        notes = load(share(server.port, rate=100, seed="7"))
+    assert sorted(notes.due) == list(arrivals(100, 0.5, "7"))
+    assert all(due <= sent < done for due, sent, done in zip(notes.due, notes.sent, notes.done, strict=True))
+
+
 def test_lost_connections_are_errors_and_do_not_stop_the_load() -> None:
     with FakeServer(lambda n: CLOSED if n % 4 == 3 else OK) as server:
         notes = load(share(server.port, concurrency=2))
@@ -179,10 +186,11 @@ def test_only_the_window_counts() -> None:
     second.add(2.0, 2.0, 2.3, 503, "draining")
     second.add(2.5, 2.5, 2.6, 0, "timeout")
     second.add(2.9, 2.9, 4.0, 200, "")  # due in the window, answered behind it
+    second.add(2.9, 2.9, 4.0, 200, "")
     report = summarize([first, second], 1, 3, 4)
-    assert report.requests == 4
+    assert report.requests == 5
     assert (report.answered_per_s, report.ok_per_s, report.images_per_s) == (1.5, 1.0, 4.0)
-    assert report.statuses == {"200": 2, "503": 1}
+    assert report.statuses == {"200": 3, "503": 1}
     assert report.error_codes == {"draining": 1}
     assert report.connection_errors == {"timeout": 1}
     assert report.latency_ms.max == pytest.approx(1100)

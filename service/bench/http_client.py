@@ -88,7 +88,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         status, body = self._parser.get_status_code(), self._error_body
-        keeps_alive = self._has_length and self._parser.should_keep_alive()
+        keeps_alive = self._parser.should_keep_alive()
         self._forget_answer()
         if status < 200:
             return  # the answer is still to come

@@ -119,7 +119,7 @@ def _counts(names: Sequence[str]) -> dict[str, int]:
 def format_report(load: LoadReport, is_open: bool, server: Growth | None, memory: Memory) -> str:
     """The table."""
     lines = [
-        _line("requests", f"{load.requests} due in {load.window_s:.1f} s; {load.unfinished} unfinished"),
+        _line("requests", f"{load.requests} in {load.window_s:.1f} s, and {load.unfinished} unfinished"),
         _line("answered", f"{load.answered_per_s:.1f}/s"),
         _line("2xx", f"{load.ok_per_s:.1f}/s; {load.images_per_s:.1f} images/s"),
         _line("milliseconds", "".join(f"{name:>10}" for name in ("mean", "P50", "P90", "P99", "max"))),

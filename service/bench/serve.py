@@ -109,6 +109,7 @@ class Watched:
     """The server while it was under load. Times of `time.monotonic`."""
 
     end: float
+    is_interrupted: bool
     before: Snapshot | None
     after: Snapshot | None
     memory: Memory
@@ -116,6 +117,13 @@ class Watched:
 
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints. Returns the exit code."""
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:  # before anything was measured
+        return INTERRUPTED
+
+
+def _run(arguments: argparse.Namespace) -> int:
     try:
         host, port = _find_address(arguments.url)
         server = Server(host, port, urlsplit(arguments.url).path)
@@ -194,8 +202,6 @@ def _measure(arguments: argparse.Namespace, server: Server, shares: list[Share],
     except FleetError as error:
         sys.stderr.write(f"vision-sidecar bench: {error}\n")
         return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
     load = summarize(notes, start - begin, watched.end - begin, arguments.images_per_request)
     grown = growth(watched.before, watched.after) if watched.before and watched.after else None
     is_open = arguments.rate is not None
@@ -211,7 +217,7 @@ def _measure(arguments: argparse.Namespace, server: Server, shares: list[Share],
         "memory": asdict(watched.memory),
     }
     json.dump(content, report, indent=1)
-    return INTERRUPTED if watched.end < end else 0
+    return INTERRUPTED if watched.is_interrupted else 0
 
 
 def watch(
@@ -220,6 +226,7 @@ def watch(
     """Looks at the server from `start` to `end` and waits for the last answers; Ctrl-C stops the load."""
     before = after = None
     samples: list[float] = []
+    is_interrupted = False
     try:
         time.sleep(max(start - time.monotonic(), 0))
         before = _snapshot(server)
@@ -230,11 +237,12 @@ def watch(
         after = _snapshot(server)
         wait_for_load()
     except KeyboardInterrupt:
+        is_interrupted = True
         stop()
         end = min(end, time.monotonic())
         after = after or _snapshot(server)
     memory = Memory(*(samples[0], samples[-1], max(samples)) if samples else (None, None, None))
-    return Watched(max(start, end), before, after, memory)
+    return Watched(max(start, end), is_interrupted, before, after, memory)
 
 
 def _snapshot(server: Server) -> Snapshot | None:
