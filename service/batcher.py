@@ -69,7 +69,7 @@ class _Device:
 
     @property
     def is_idle(self) -> bool:
-        return self.is_waiting and not self.batches
+        return self.is_waiting and not self.batches and not self.is_lost
 
     def started(self, batch: Future[BatchResult], entries: Sequence[_Entry]) -> None:
         if not self.batches:
@@ -195,6 +195,8 @@ class Batcher:
                     batch: Future[BatchResult] = Future()
                     device.started(batch, entries)
                     batch.add_done_callback(partial(self._finished, name))
+                    if self._waiting:  # busy devices may have left it to this one, which was idle
+                        self._changed.notify_all()
                     return [entry.item for entry in entries], batch
                 device.is_waiting = True
                 self._changed.wait(self._time_to_wait())
@@ -246,15 +248,17 @@ class Batcher:
                 self._observe(stats)
         with self._changed:
             entries = self._devices[name].finished(batch)
+            if not entries:
+                return  # the device was given up, and its requests have ended
             if error is None:
                 self._hand_out(entries, batch.result())
             elif len(entries) == 1:
                 self._end(entries[0].ticket, _encoding_failed(entries[0].index, error))
-            elif entries:
+            else:
                 self._retry(entries, error)
             self._changed.notify_all()
 
-    # All below is called under the lock
+    # All below is called under the lock; `_full` also without it, where it may be a little out of date
 
     @property
     def _has_lost_all(self) -> bool:

@@ -63,7 +63,8 @@ class Preparation:
         self._missing = len(images)
         self._items: list[EncodeItem | None] = [None] * len(images)
         self._facts: list[ImageFacts | None] = [None] * len(images)
-        self._errors: dict[int, Exception] = {}
+        self._first_broken = len(images)
+        self._error: Exception | None = None  # of that image
 
     @property
     def facts(self) -> list[ImageFacts]:
@@ -77,9 +78,9 @@ class Preparation:
                 return
             headers = self._check()
             self._shared.batcher.admit(self._ticket, sum(num_tokens for _, num_tokens in headers))
-            for index, (header, _) in enumerate(headers[1:], start=1):
-                self._shared.executor.submit(self._decode, index, header)
-            self._decode(0, headers[0][0])
+            for index, checked in enumerate(headers[1:], start=1):
+                self._shared.executor.submit(self._decode, index, *checked)
+            self._decode(0, *headers[0])
         except Exception as error:
             self._shared.batcher.fail(self._ticket, error)
 
@@ -108,27 +109,31 @@ class Preparation:
         )
         return headers
 
-    def _decode(self, index: int, header: ImageHeader) -> None:
+    def _decode(self, index: int, header: ImageHeader, num_tokens: int) -> None:
         """One image. Whoever is last queues them all, or ends the request with its first broken image."""
+        error: Exception | None = None
         try:
-            if not self._ticket.ended and min(self._errors, default=index) >= index:
-                self._prepare(index, header)
-        except Exception as error:
-            self._errors[index] = error
+            if not self._ticket.ended and index < self._first_broken:
+                self._prepare(index, header, num_tokens)
+        except Exception as raised:
+            error = raised
         with self._lock:
+            if error is not None and index < self._first_broken:
+                self._first_broken, self._error = index, error
             self._missing -= 1
             is_last = not self._missing
         if not is_last:
             return
-        if self._errors:
-            self._shared.batcher.fail(self._ticket, self._errors[min(self._errors)])
+        if self._error is not None:
+            self._shared.batcher.fail(self._ticket, self._error)
         else:
             self._shared.batcher.put(self._ticket, [item for item in self._items if item is not None])
 
-    def _prepare(self, index: int, header: ImageHeader) -> None:
+    def _prepare(self, index: int, header: ImageHeader, num_tokens: int) -> None:
         image = self._images[index]
         with _blaming(index):
             patches = self._encoder.preprocessor(header.decode())
+        assert patches.num_tokens == num_tokens, f"{patches.num_tokens} tokens, and {num_tokens} were admitted"
         self._facts[index] = ImageFacts(
             num_tokens=patches.num_tokens,
             grid_thw=patches.grid_thw,
