@@ -102,9 +102,9 @@ class Batcher:
         self._waiting: OrderedDict[_Entry, None] = OrderedDict()
         self._entries: dict[Ticket, list[_Entry]] = {}  # of requests that were queued and have not ended
         self._devices: dict[str, _Device] = {}
-        self._reserved_tokens = 0  # admitted, and not taken by a device yet
         self._waiting_tokens = 0
         self._is_closed = False
+        self.reserved_tokens = 0  # admitted, and not taken by a device yet
 
     # For the metrics
 
@@ -130,7 +130,7 @@ class Batcher:
 
     def check_room(self) -> None:
         """Raises `TooManyRequests` where not one token more would be admitted."""
-        if self._reserved_tokens >= self.limit_tokens:
+        if self.reserved_tokens >= self.limit_tokens:
             raise self._full()
 
     def admit(self, ticket: Ticket, num_tokens: int) -> None:
@@ -147,10 +147,10 @@ class Batcher:
         with self._changed:
             if self._has_lost_all:
                 raise _device_failed()
-            if self._reserved_tokens + num_tokens > self.limit_tokens:
+            if self.reserved_tokens + num_tokens > self.limit_tokens:
                 raise self._full()
             if not ticket.ended:
-                self._reserved_tokens += num_tokens
+                self.reserved_tokens += num_tokens
                 ticket.reserved_tokens = num_tokens
 
     def put(self, ticket: Ticket, items: Sequence[EncodeItem]) -> None:
@@ -210,6 +210,8 @@ class Batcher:
             if device.is_lost:
                 return
             device.is_lost = True
+        self._on_lost(error)  # before any caller can be told, and ask a probe
+        with self._changed:
             lost = [entry.ticket for entries in device.batches.values() for entry in entries]
             device.batches.clear()
             if self._has_lost_all:
@@ -217,7 +219,6 @@ class Batcher:
             for ticket in lost:
                 self._end(ticket, _device_failed())
             self._changed.notify_all()
-        self._on_lost(error)
 
     def is_lost(self, name: str) -> bool:
         """Whether a device has been given up."""
@@ -304,7 +305,7 @@ class Batcher:
         del self._waiting[entry]
         self._waiting_tokens -= entry.num_tokens
         if not entry.is_retry:
-            self._reserved_tokens -= entry.num_tokens
+            self.reserved_tokens -= entry.num_tokens
             entry.ticket.reserved_tokens -= entry.num_tokens
 
     def _hand_out(self, entries: Sequence[_Entry], result: BatchResult) -> None:
@@ -333,13 +334,13 @@ class Batcher:
         for entry in self._entries.pop(ticket, ()):
             if entry in self._waiting:
                 self._remove(entry)
-        self._reserved_tokens -= ticket.reserved_tokens
+        self.reserved_tokens -= ticket.reserved_tokens
         ticket.failed(error)
         settle([ticket])
 
     def _full(self) -> TooManyRequests:
         rate = sum(device.tokens_per_s for device in self._devices.values() if not device.is_lost)
-        seconds = math.ceil(self._reserved_tokens / rate) if rate else _MIN_RETRY_AFTER_S
+        seconds = math.ceil(self.reserved_tokens / rate) if rate else _MIN_RETRY_AFTER_S
         return TooManyRequests(
             "the queue is full",
             code="queue_full",

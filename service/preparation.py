@@ -133,7 +133,9 @@ class Preparation:
         image = self._images[index]
         with _blaming(index):
             patches = self._encoder.preprocessor(header.decode())
-        assert patches.num_tokens == num_tokens, f"{patches.num_tokens} tokens, and {num_tokens} were admitted"
+        assert patches.num_tokens == num_tokens, (
+            f"{patches.num_tokens} tokens, and {num_tokens} were admitted"
+        )
         self._facts[index] = ImageFacts(
             num_tokens=patches.num_tokens,
             grid_thw=patches.grid_thw,
