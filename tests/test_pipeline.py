@@ -426,15 +426,16 @@ class LeavingExchange(Exchange):
 
     def __init__(self, body: bytes) -> None:
         super().__init__(body)
-        self.leave: Callable[[], object] = lambda: None
+        self._left = threading.Event()
+
+    def leave(self) -> None:
+        self._left.set()
 
     async def receive(self) -> Message:
         if self.unread:
             return self.unread.pop(0)
-        left = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        self.leave = lambda: loop.call_soon_threadsafe(left.set)
-        await left.wait()
+        while not self._left.is_set():  # noqa: ASYNC110 - set by another thread
+            await asyncio.sleep(0.001)
         return LEFT
 
 
