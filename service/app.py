@@ -107,6 +107,7 @@ async def _lifespan(
     watching = asyncio.create_task(engine.watch(settings.device_timeout_s))
     yield
     watching.cancel()
+    await asyncio.wait([watching])
     engine.drain()
     if not engine.close():
         logger.warning("a device is still loading or busy; the process ends without it")

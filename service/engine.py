@@ -81,6 +81,9 @@ class Engine:
             self.batcher.add_device(device)
         for replica in group.replicas:
             replica.ready.add_done_callback(partial(self._on_loaded, replica))
+            # Behind the loading, in the same thread. Nothing is queued before all are loaded.
+            serving = replica.serve(partial(self.batcher.take, replica.name))
+            serving.add_done_callback(partial(self._on_served, replica))
 
     def _on_loaded(self, replica: Replica, ready: Future[VisionEncoder]) -> None:
         """Runs in the replica's thread."""
@@ -97,8 +100,6 @@ class Engine:
             capture_seconds=encoder.graphs.capture_seconds,
         )
         self._metrics.set_device_up(device, True)
-        serving = replica.serve(partial(self.batcher.take, device))
-        serving.add_done_callback(partial(self._on_served, device))
         with self._lock:
             self._loading.remove(device)
             is_last = not self._loading
@@ -167,16 +168,16 @@ class Engine:
         finally:
             self.num_admitted -= 1
 
-    def _on_served(self, device: str, serving: Future[None]) -> None:
+    def _on_served(self, replica: Replica, serving: Future[None]) -> None:
         """A thread that takes no batches any more, and was not told to end, has lost its device."""
         error = serving.exception()
-        if error is not None:
-            self.batcher.lose(device, DeviceError(device, error))
+        if error is not None and replica.ready.exception() is None:
+            self.batcher.lose(replica.name, DeviceError(replica.name, error))
 
     def _lose_device(self, error: DeviceError) -> None:
         """One lost device ends the process, once the others have finished what was admitted."""
         self._metrics.set_device_up(error.device, False)
-        if self._enter(State.FAILED, [State.READY, State.LEAVING, State.DRAINING]):
+        if self._enter(State.FAILED, [State.LOADING, State.READY, State.LEAVING, State.DRAINING]):
             logger.critical("%s", error)
 
     async def watch(self, timeout_s: float) -> None:

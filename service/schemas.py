@@ -130,9 +130,11 @@ _STATUS_TEXTS = {
     413: "Over a limit: bytes, pixels, images or tokens",
     415: "A content type or image format that is not served",
     422: "JSON of the wrong shape",
+    429: "The server is full; come again after as many seconds as `Retry-After` says",
     431: "The headers are too large",
     500: "The server failed; its log has the request id",
     503: "Not ready, shutting down, or the device failed",
+    504: "Not answered within the time limit",
 }
 
 

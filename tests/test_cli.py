@@ -239,26 +239,6 @@ def test_a_slow_reader_gets_the_rest_of_its_answer_at_shutdown(start: Callable[.
     assert process.exit_code() == 0
 
 
-def test_the_grace_at_shutdown_ends_with_an_answer(start: Callable[..., Process]) -> None:
-    process = start("--shutdown-grace-s", "0.5").ready()
-    upload = SlowUpload(process.url)
-    wait_for_metric(process.url, "requests_in_flight 2.0")
-    process.signal(signal.SIGINT)
-    assert upload.status() == 503
-    assert process.exit_code() == 0
-    assert not [line for line in process.log if " ERROR " in line]
-
-
-def test_the_grace_at_shutdown_cuts_an_answer_that_no_one_reads(start: Callable[..., Process]) -> None:
-    process = start("--shutdown-grace-s", "0.5").ready()
-    reader = SlowReader(process.url)
-    reader.wait_for_the_first_bytes()
-    process.signal(signal.SIGINT)
-    assert process.exit_code() == 0
-    assert not [line for line in process.log if " ERROR " in line]
-    reader.leave()
-
-
 def test_every_answer_of_a_draining_server_closes_its_connection(start: Callable[..., Process]) -> None:
     process = start().ready()
     upload = SlowUpload(process.url)
