@@ -69,7 +69,7 @@ class _Device:
 
     @property
     def is_idle(self) -> bool:
-        return self.is_waiting and not self.batches
+        return self.is_waiting and not self.batches and not self.is_lost
 
     def started(self, batch: Future[BatchResult], entries: Sequence[_Entry]) -> None:
         if not self.batches:
@@ -77,8 +77,8 @@ class _Device:
         self.batches[batch] = entries
 
     def finished(self, batch: Future[BatchResult]) -> Sequence[_Entry]:
-        """The images of the batch, but none of a batch that was given up before."""
-        entries, now = self.batches.pop(batch, ()), time.perf_counter()
+        """The images of the batch."""
+        entries, now = self.batches.pop(batch), time.perf_counter()
         rate = sum(entry.num_tokens for entry in entries) / max(1e-6, now - self.got_on_at)
         self.tokens_per_s = _RATE_MEMORY * (self.tokens_per_s or rate) + (1 - _RATE_MEMORY) * rate
         self.got_on_at = now
@@ -190,14 +190,15 @@ class Batcher:
         device = self._devices[name]
         with self._changed:
             while not (self._is_closed or device.is_lost):
-                entries = self._next_batch(device)
+                wait_s = self._time_to_wait()
+                entries = self._next_batch(device) if wait_s is None else []
                 if entries:
                     batch: Future[BatchResult] = Future()
                     device.started(batch, entries)
                     batch.add_done_callback(partial(self._finished, name))
                     return [entry.item for entry in entries], batch
                 device.is_waiting = True
-                self._changed.wait(self._time_to_wait())
+                self._changed.wait(wait_s)
                 device.is_waiting = False
         return None
 
@@ -244,13 +245,16 @@ class Batcher:
         if error is None:
             for stats in batch.result().stats:
                 self._observe(stats)
+        device = self._devices[name]
         with self._changed:
-            entries = self._devices[name].finished(batch)
+            if device.is_lost:
+                return  # its batches were given up before
+            entries = device.finished(batch)
             if error is None:
                 self._hand_out(entries, batch.result())
             elif len(entries) == 1:
                 self._end(entries[0].ticket, _encoding_failed(entries[0].index, error))
-            elif entries:
+            else:
                 self._retry(entries, error)
             self._changed.notify_all()
 
@@ -263,7 +267,7 @@ class Batcher:
     def _next_batch(self, device: _Device) -> list[_Entry]:
         """What the device should run now: nothing where it is busy and another one idle."""
         idle = sum(other.is_idle for other in self._devices.values() if other is not device)
-        if (device.batches and idle) or self._time_to_wait() is not None:
+        if device.batches and idle:
             return []
         share = math.ceil(self._waiting_tokens / (1 + idle))
         return self._pop(min(self._limits.max_batch_tokens, share))

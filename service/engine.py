@@ -167,7 +167,7 @@ class Engine:
     def _lose_device(self, error: DeviceError) -> None:
         """One lost device ends the process, once the others have finished what was admitted."""
         self._metrics.set_device_up(error.device, False)
-        if self._enter(State.FAILED, [State.READY, State.LEAVING, State.DRAINING]):
+        if self._enter(State.FAILED, [State.LOADING, State.READY, State.LEAVING, State.DRAINING]):
             logger.critical("%s", error)
 
     async def watch(self, timeout_s: float) -> None:
