@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import numpy as np
 import uvloop
 from prometheus_client import CollectorRegistry
 
+from models import ReplicaGroup
 from service.__main__ import listen
 from service.app import create_app
 from service.engine import Engine, State
@@ -33,14 +35,27 @@ def eventually(condition: Callable[[], bool], *, timeout_s: float = 20) -> None:
         time.sleep(0.002)
 
 
+class HeldUpload:
+    """A request whose body does not end, so that the server has something to wait for until it leaves."""
+
+    def __init__(self, port: int) -> None:
+        request = request_of(1)
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=20)
+        self._socket.sendall(request[: request.index(b"\r\n\r\n") + 20])
+
+    def leave(self) -> None:
+        self._socket.close()
+
+
 class Served:
     """A server with its port open. Its model is loaded once `wait_for(State.READY)` returns."""
 
     def __init__(self, settings: Settings, *encoders: FakeEncoder) -> None:
         self.encoders = encoders
         self._registry = CollectorRegistry()
+        self.replicas = fake_replicas(*encoders).replicas
         self._app = create_app(
-            settings, registry=self._registry, start_replicas=lambda settings: fake_replicas(*encoders)
+            settings, registry=self._registry, start_replicas=lambda settings: ReplicaGroup(self.replicas)
         )
         self.engine: Engine = self._app.state.engine
         self._server = Server(self._app, self.engine, self._app.state.metrics, settings)

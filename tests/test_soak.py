@@ -79,7 +79,9 @@ def pictures() -> list[Picture]:
 
 def hostile(rng: random.Random, some: bytes) -> tuple[str, bytes, int]:
     """A request that must be refused: its kind, its bytes and the status."""
-    bomb = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", b"\0\0\xea\x60\0\0\xea\x60\x08\x02\0\0\0") + chunk(b"IEND", b"")
+    bomb = (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", b"\0\0\xea\x60\0\0\xea\x60\x08\x02\0\0\0") + chunk(b"IEND", b"")
+    )
     thin = io.BytesIO()
     Image.new("RGB", (2001, 10)).save(thin, "PNG")
     return rng.choice(

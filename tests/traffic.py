@@ -1,8 +1,9 @@
-"""Callers on sockets of their own, who stay for their answer or leave, and what the metrics say afterwards."""
+"""Callers on sockets of their own, who stay for their answer or leave, and what the metrics say then."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import re
@@ -15,6 +16,10 @@ import numpy.typing as npt
 from PIL import Image
 
 GAUGES_AT_REST = ("queue_images", "queue_tokens", "inflight_bytes")  # 0 once nothing is asked for
+
+
+class NoAnswer(Exception):
+    """The server closed the connection without one."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ def png(pixels: npt.NDArray[np.uint8]) -> bytes:
 
 
 def post(*images: bytes, query: str = "") -> bytes:
-    """A request for one image as it is, or for several in a form, as one would send it on a new connection."""
+    """The bytes of a request for one image as it is, or for several in a form."""
     if len(images) == 1:
         headers = {"content-type": "application/octet-stream"}
         request = httpx.Request("POST", f"http://sidecar/embed{query}", content=images[0], headers=headers)
@@ -69,8 +74,12 @@ async def call(port: int, request: bytes) -> Answer:
         raw = await reader.read()
     finally:
         writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
     head, end, body = raw.partition(b"\r\n\r\n")
-    assert end, f"no answer, or a part of one: {raw[:80]!r}"
+    if not raw:
+        raise NoAnswer
+    assert end, f"a part of an answer: {raw[:80]!r}"
     lines = [line.partition(b": ") for line in head.split(b"\r\n")[1:]]
     headers = httpx.Headers([(name, value) for name, _, value in lines])
     assert len(body) == int(headers["content-length"]), "an answer has one body, whole"
@@ -88,6 +97,8 @@ async def leave(port: int, request: bytes, *, num_bytes: int, wait_s: float, res
         writer.transport.abort()
     else:
         writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
 
 
 class Scrape:
