@@ -132,6 +132,7 @@ class EncoderCudaGraphManager(Generic[Batch]):
     def _start(self) -> None:
         """Captures every budget, largest first, into one pool and on one set of buffers, and tests it."""
         started, budget = time.perf_counter(), self.budgets[-1]
+        self._empty_cache()  # what others left there would be counted as given back by the graphs
         before = self._reserved_memory()
         try:
             self._shared = self._allocate(budget)
@@ -248,8 +249,10 @@ class EncoderCudaGraphManager(Generic[Batch]):
 
     # Run
 
-    def run(self, batch: Batch, consume: Consume) -> EncoderCounts:
+    def run(self, batch: Batch, consume: Consume, begin: Callable[[], None] = lambda: None) -> EncoderCounts:
         """Encodes a batch in sub-batches and hands each one's tokens to `consume`.
+
+        `begin` is called before each one's work is given to the device, behind the copies of its input.
 
         A sub-batch that cannot be loaded falls back to an eager run; a fault of the device is raised.
         """
@@ -259,6 +262,7 @@ class EncoderCudaGraphManager(Generic[Batch]):
         for budget, indices in packed.replays:
             part = self._part(batch, indices, len(num_tokens))
             if not self.graphs:
+                begin()
                 self._run_eagerly(part, indices, consume, counts, "disabled")
                 continue
             graph = self.graphs[budget]
@@ -268,8 +272,10 @@ class EncoderCudaGraphManager(Generic[Batch]):
                 if isinstance(error, torch.AcceleratorError):
                     raise  # the device itself
                 logger.warning("a batch of %d images runs eagerly: %s", len(indices), error)
+                begin()
                 self._run_eagerly(part, indices, consume, counts, "error")
                 continue
+            begin()
             used = sum(num_tokens[index] for index in indices)
             tokens = self._replay(graph, used)
             consume(indices, tokens)
@@ -278,6 +284,7 @@ class EncoderCudaGraphManager(Generic[Batch]):
             counts.padding_tokens += budget - used
         for index in packed.oversize:
             part = self._part(batch, (index,), len(num_tokens))
+            begin()
             self._run_eagerly(part, (index,), consume, counts, "oversize" if self.graphs else "disabled")
         self._count(counts)
         return counts

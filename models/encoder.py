@@ -153,7 +153,7 @@ class VisionEncoder:
                 for part in select_outputs(tokens, indices, items, self.kernels, self.dtype):
                     running.read_back(part)
 
-            counts = self.graphs.run(images, select)
+            counts = self.graphs.run(images, select, running.begin)
             running.launched(counts, num_tokens=sum(image.num_tokens for image in images))
         return running
 

@@ -79,13 +79,13 @@ class PackedVisionTransformer:
     def prepare_encoder_cudagraph_replay_buffers(
         self, batch: Sequence[Patches], buffers: HostBuffers
     ) -> None:
-        # NumPy copies in this thread; torch would start several for each image.
-        pixels, at = buffers.input.numpy(), 0
-        for image in batch:
-            pixels[at : at + len(image.pixels)] = image.pixels.numpy()
-            at += len(image.pixels)
+        # One call for all images: each call lets go of the interpreter lock and has to get it back.
+        torch.cat([image.pixels for image in batch], out=buffers.input[: self._num_rows(batch)])
         grids = np.array([image.grid_thw[1:] for image in batch], dtype=np.int32)
         buffers.metadata["grids"].numpy()[: len(batch)] = grids
+
+    def _num_rows(self, batch: Sequence[Patches]) -> int:
+        return sum(len(image.pixels) for image in batch)
 
     def encoder_cudagraph_forward(
         self, inputs: torch.Tensor, metadata: Mapping[str, torch.Tensor], output: torch.Tensor
@@ -94,7 +94,7 @@ class PackedVisionTransformer:
 
     def encoder_eager_forward(self, batch: Sequence[Patches]) -> torch.Tensor:
         config, device = self.model.config, self.device
-        num_rows = sum(len(image.pixels) for image in batch)
+        num_rows = self._num_rows(batch)
         pinned = device.type == "cuda"
         host = HostBuffers(
             torch.empty(num_rows, config.patch_dim, dtype=torch.uint8, pin_memory=pinned),

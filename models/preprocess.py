@@ -118,6 +118,8 @@ def _resize(rgb: npt.NDArray[np.uint8], height: int, width: int) -> npt.NDArray[
     if rgb.shape[:2] == (height, width):
         return rgb
     rgb = np.require(rgb, requirements="W")  # torch warns of arrays that it must not write to
-    image = torch.from_numpy(rgb).permute(2, 0, 1).unsqueeze(0)  # [1, 3, H, W], memory stays channels-last
+    # Axes are turned by numpy: every call of torch lets go of the interpreter lock and has to get it back.
+    image = torch.from_numpy(rgb.transpose(2, 0, 1)[None])  # [1, 3, H, W], memory stays channels-last
     resized = F.interpolate(image, size=(height, width), mode="bicubic", antialias=True)
-    return resized[0].permute(1, 2, 0).numpy()
+    pixels: npt.NDArray[np.uint8] = resized.numpy()[0].transpose(1, 2, 0)
+    return pixels

@@ -77,7 +77,12 @@ class RunningBatch:
         self._stream = stream
         self._parts: list[Part] = []
         self._started_at = time.perf_counter()
-        self._started = Mark(stream.cuda)
+        self._started: Mark | None = None
+
+    def begin(self) -> None:
+        """The device's work begins here, unless it has begun."""
+        if self._started is None:
+            self._started = Mark(self._stream.cuda)
 
     def read_back(self, part: Part) -> None:
         """Takes results over, before the next replay overwrites what they came from."""
@@ -136,5 +141,5 @@ class RunningBatch:
             misses=dict(self._counts.misses),
             replays=dict(self._counts.replays),
             padding_tokens=self._counts.padding_tokens,
-            busy_s=self._computed.seconds_since(self._started),
+            busy_s=0.0 if self._started is None else self._computed.seconds_since(self._started),
         )

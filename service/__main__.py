@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
+from service import bench
 from service.version import find_version
 
 logger = logging.getLogger("service.__main__")  # __name__ is another one under `python -m`
@@ -37,13 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"vision-sidecar {find_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser)
     commands.add_parser("serve", help="serve embeddings; `serve --help` explains every flag", add_help=False)
-    commands.add_parser("bench", help="measure; `bench encoder --help` explains every flag", add_help=False)
+    commands.add_parser("bench", help="measure an encoder or a server; see `bench --help`", add_help=False)
     command = parser.parse_args(arguments[:1]).command
     if command is None:
         parser.error("a command is missing: serve or bench")
     if command == "bench":
-        from service import bench  # imports torch
-
         return bench.main(arguments[1:])
     return serve(arguments[1:])
 

@@ -80,7 +80,13 @@ def create_app(
     )
     app.state.engine = engine
     app.state.metrics = counters
-    app.add_middleware(RequestMiddleware, metrics=counters, probes=frozenset(probes.PATHS))
+    app.add_middleware(
+        RequestMiddleware,
+        metrics=counters,
+        probes=frozenset(probes.PATHS),
+        guarded=frozenset([embed.PATH]),
+        check=engine.check_room,
+    )
     app.add_exception_handler(HTTPException, raise_api_error)
     app.router.route_class = RawRoute
     embed.add_routes(app.router, engine, Pipeline(settings, engine, engine.batcher, budget, executor))

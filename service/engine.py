@@ -7,6 +7,7 @@ take their batches from the queue.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -106,6 +107,9 @@ class Engine:
 
     def _on_all_loaded(self, encoder: VisionEncoder) -> None:
         self._encoder = encoder
+        # What is loaded stays. Collecting garbage among it would stop the server for half a second.
+        gc.collect()
+        gc.freeze()
         self._metrics.set_info(
             model=self._model_name,
             fingerprint=encoder.fingerprint,
@@ -138,6 +142,11 @@ class Engine:
         self._check_taking()
         if self.state is State.LEAVING:
             raise _shutting_down()
+
+    def check_room(self) -> None:
+        """Raises `Unavailable` or `TooManyRequests` where any new request would be refused."""
+        self._check_taking()
+        self.batcher.check_room()
 
     def _check_taking(self) -> None:
         """Raises `Unavailable` unless new requests are taken."""

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Callable
 from typing import NoReturn, cast
 
 from fastapi import Request
@@ -27,12 +28,25 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class RequestMiddleware:
-    """Wraps the app. Requests to `probes` are answered like others, but neither counted nor logged."""
+    """Wraps the app. Requests to `probes` are answered like others, but neither counted nor logged.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, probes: frozenset[str]) -> None:
+    `check` raises for requests to `guarded` paths that would be refused anyway, before anything is done for
+    them: a server that has too much to do must not have to do much to say so.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: Metrics,
+        probes: frozenset[str],
+        guarded: frozenset[str] = frozenset(),
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._probes = probes
+        self._guarded = guarded
+        self._check = check
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,6 +65,9 @@ class RequestMiddleware:
 
     async def _answer(self, exchange: _Exchange, *, log: bool) -> None:
         try:
+            if exchange.scope["path"] in self._guarded:
+                exchange.unrouted = exchange.scope["path"]
+                self._check()
             await self._app(exchange.scope, exchange.receive, exchange.send)
         except ClientDisconnect:
             exchange.status = CLIENT_LEFT
@@ -88,10 +105,8 @@ class RequestMiddleware:
         )
 
     def _record(self, exchange: _Exchange) -> None:
-        route = exchange.route
-        self._metrics.observe_request(
-            route, exchange.status, time.perf_counter() - exchange.context.started_at
-        )
+        duration_s = time.perf_counter() - exchange.context.started_at
+        self._metrics.observe_request(exchange.route, exchange.status, duration_s)
         for stage, seconds in exchange.context.stages_s.items():
             self._metrics.observe_stage(stage, seconds)
         if exchange.error is not None:
@@ -108,6 +123,7 @@ class _Exchange:
         self.is_head = scope["method"] == "HEAD"
         self.scope = {**scope, "method": "GET"} if self.is_head else scope
         self.receive = receive
+        self.unrouted = OTHER
         self.status = 500
         self.started = False
         self.error: ApiError | None = None
@@ -115,9 +131,9 @@ class _Exchange:
 
     @property
     def route(self) -> str:
-        """The template of the route that the router found."""
+        """The template of the route that the router found, if it was asked."""
         found = self.scope.get("route")
-        return OTHER if found is None else cast(str, found.path)
+        return self.unrouted if found is None else cast(str, found.path)
 
     @property
     def title(self) -> str:

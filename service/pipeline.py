@@ -89,7 +89,6 @@ class Pipeline:
             check_options(query)
         else:
             resolve_options(query, _accept(request))  # refuses what would be refused after the body
-        self._batcher.check_room()
         with self._budget.permit(self._announced_bytes(request)) as permit:
             body = await self._read(request, context, permit)
             options = resolve_options({**body.options, **query}, _accept(request))

@@ -23,6 +23,9 @@ from service.images import ImageHeader, ImageLimits, read_header
 from service.options import EmbedOptions
 from service.ticket import Ticket
 
+_QUICK_BYTES = 2**16
+_QUICK_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG")
+
 
 @dataclass(frozen=True)
 class Preparer:
@@ -36,9 +39,12 @@ class Preparer:
     def start(
         self, images: Sequence[bytes], options: EmbedOptions, ticket: Ticket, encoder: VisionEncoder
     ) -> Preparation:
-        """Returns at once. The ticket ends with what goes wrong."""
+        """Returns at once. The ticket ends with what goes wrong, unless it is raised here already."""
         preparation = Preparation(self, images, options, ticket, encoder)
-        self.executor.submit(preparation.run)
+        if len(images) == 1 and _is_quick_to_check(images[0]):
+            self.executor.submit(preparation.decode, 0, preparation.admit()[0])
+        else:
+            self.executor.submit(preparation.run)
         return preparation
 
 
@@ -75,40 +81,39 @@ class Preparation:
         try:
             if self._ticket.ended:
                 return
-            headers = self._check()
-            self._shared.batcher.admit(self._ticket, sum(num_tokens for _, num_tokens in headers))
-            for index, (header, _) in enumerate(headers[1:], start=1):
-                self._shared.executor.submit(self._decode, index, header)
-            self._decode(0, headers[0][0])
+            headers = self.admit()
+            for index, header in enumerate(headers[1:], start=1):
+                self._shared.executor.submit(self.decode, index, header)
+            self.decode(0, headers[0])
         except Exception as error:
             self._shared.batcher.fail(self._ticket, error)
 
-    def _check(self) -> list[tuple[ImageHeader, int]]:
-        """Headers and tokens of all images, every limit checked before any pixel is decoded."""
+    def admit(self) -> list[ImageHeader]:
+        """Reads the headers, checks every limit before any pixel is decoded, and has the request admitted."""
         shared, encoder = self._shared, self._encoder
-        headers: list[tuple[ImageHeader, int]] = []
+        headers: list[ImageHeader] = []
         total = 0
         for index, image in enumerate(self._images):
             with _blaming(index):
                 header = read_header(image, shared.limits)
-                num_tokens = encoder.preprocessor.num_tokens(header.height, header.width)
-                total += num_tokens
+                total += encoder.preprocessor.num_tokens(header.height, header.width)
                 if total > shared.max_tokens:
                     raise TooLarge(
                         f"the images up to this one make {total} tokens, and a request may have "
                         f"{shared.max_tokens}",
                         code="too_many_tokens",
                     )
-            headers.append((header, num_tokens))
+            headers.append(header)
         self._options.check_size(
             num_images=len(headers),
             num_tokens=total,
             hidden_size=encoder.hidden_size,
             width=encoder.width,
         )
+        shared.batcher.admit(self._ticket, total)
         return headers
 
-    def _decode(self, index: int, header: ImageHeader) -> None:
+    def decode(self, index: int, header: ImageHeader) -> None:
         """One image. Whoever is last queues them all, or ends the request with its first broken image."""
         try:
             if not self._ticket.ended and min(self._errors, default=index) >= index:
@@ -137,6 +142,11 @@ class Preparation:
             sha256=hashlib.sha256(image).hexdigest(),
         )
         self._items[index] = EncodeItem(patches, self._output)
+
+
+def _is_quick_to_check(image: bytes) -> bool:
+    """Whether its header is read in less time than a hop to another thread takes."""
+    return len(image) <= _QUICK_BYTES and image.startswith(_QUICK_SIGNATURES)
 
 
 @contextmanager

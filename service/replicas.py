@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 import torch
@@ -17,6 +18,7 @@ def load_replicas(settings: Settings) -> ReplicaGroup:
     Raises `ModelError` where the devices that they ask for are not here.
     """
     devices = replica_devices(settings.device, settings.data_parallel_size)
+    use_cores_for_requests(devices.values())
     load = partial(
         VisionEncoder.from_pretrained,
         settings.model,
@@ -32,6 +34,12 @@ def load_replicas(settings: Settings) -> ReplicaGroup:
             for name, device in devices.items()
         ]
     )
+
+
+def use_cores_for_requests(devices: Iterable[torch.device]) -> None:
+    """Where a GPU computes, torch's calls on the CPU are short copies, which more threads only slow down."""
+    if all(device.type == "cuda" for device in devices):
+        torch.set_num_threads(1)
 
 
 def graph_settings(settings: Settings, device: torch.device) -> CudaGraphSettings | None:

@@ -36,6 +36,7 @@ from models import (
 from service.bench.sides import SIDES, Side, make_side
 from service.bench.workloads import WORKLOADS, Workload, make_workload
 from service.dtypes import TORCH_DTYPES
+from service.replicas import use_cores_for_requests
 
 PRODUCT = 8192  # rows, columns and depth of the product that utilisation is measured against
 
@@ -98,6 +99,7 @@ def run(arguments: argparse.Namespace) -> int:
     except (ModelError, OSError) as error:
         sys.stderr.write(f"vision-sidecar bench: {error}\n")
         return 2
+    use_cores_for_requests([device])
     preprocessor = Preprocessor(checkpoint.preprocess)
     workloads = [make_workload(name, preprocessor, arguments.repeats) for name in names]
     with report, torch.cuda.device(device) if device.type == "cuda" else nullcontext():

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
-from typing import Any
-
-from fastapi import Request, Response
+from fastapi import Request
 from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope, Send
 
 
 class RawRoute(APIRoute):
     """Hands the request to the endpoint as it is: no dependency, no model built or checked on the way."""
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        endpoint: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
-        return endpoint
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] not in (self.methods or ()):
+            await super().handle(scope, receive, send)  # says which are allowed
+            return
+        response = await self.endpoint(Request(scope, receive, send))
+        await response(scope, receive, send)
