@@ -25,7 +25,7 @@ from service.caller import watch
 from service.context import RequestContext, context_of
 from service.embed_body import BodyLimits, EmbedBody
 from service.encoding import ImageFacts, ModelIdentity, encode_json
-from service.errors import DeadlineExceeded, UnsupportedMedia
+from service.errors import BodyTimeout, DeadlineExceeded, UnsupportedMedia
 from service.images import ImageLimits
 from service.options import EmbedOptions, check_options, read_query, resolve_options
 from service.preparation import Preparer
@@ -79,9 +79,11 @@ class Pipeline:
             async with asyncio.timeout(deadline - time.perf_counter()) as timeout:
                 return await self._embed(request, context, deadline)
         except TimeoutError:
-            if timeout.expired():
+            if not timeout.expired():
+                raise
+            if "read" in context.stages_s:
                 raise DeadlineExceeded from None
-            raise
+            raise BodyTimeout(f"the body did not arrive within {self._timeout_s:g} s") from None
 
     async def _embed(self, request: Request, context: RequestContext, deadline: float) -> bytes:
         query = read_query(request.scope["query_string"])

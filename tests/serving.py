@@ -73,7 +73,7 @@ class Served:
     async def _serve(self) -> None:
         await self._server.serve([self._listener])
         await asyncio.sleep(0)  # what was cancelled ends
-        self.left_tasks = asyncio.all_tasks() - {asyncio.current_task()}  # type: ignore[arg-type]
+        self.left_tasks = asyncio.all_tasks() - {asyncio.current_task()}
 
     def wait_for(self, state: State) -> None:
         eventually(lambda: self.engine.state is state)

@@ -190,6 +190,13 @@ def test_an_image_that_fails_does_not_take_its_neighbours_along(
     assert served.engine.state is State.READY
 
 
+def test_a_body_that_is_late_is_its_callers_fault(serve: Serve) -> None:
+    served = serve(FakeEncoder(), request_timeout_s=0.3, body_timeout_s=0.3)
+    upload = HeldUpload(served.port)
+    assert served.check_settled(1) == {408: 1}
+    upload.leave()
+
+
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_a_deadline_does_not_wait_for_the_device(
     serve: Serve, num_devices: int, gate: threading.Event, log: pytest.LogCaptureFixture
