@@ -110,7 +110,7 @@ async def _lifespan(
     await asyncio.wait([watching])
     engine.drain()
     if not engine.close():
-        logger.warning("a device is still loading or busy; the process ends without it")
+        logger.warning("a device is loading, busy or lost; the process ends without it")
     executor.shutdown(wait=False, cancel_futures=True)
 
 
