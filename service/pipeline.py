@@ -1,4 +1,4 @@
-"""The map of one request to `/embed`, from its bytes to those of the answer.
+"""The map of one request for embeddings, from its bytes to those of the answer.
 
     read ─► options ─► headers checked ─► decoded and resized ─► encoded on the device ─► serialized
 
@@ -14,19 +14,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar, TypeVarTuple
 
 from fastapi import Request
 
 from models import AspectRatioError, BatchResult, EncodeItem, Patches, VisionEncoder
-from service.body import read_embed_body, takes_options
+from service.body import read_embed_body, read_openai_body, takes_options
 from service.caller import watch
 from service.context import RequestContext, context_of
-from service.embed_body import BodyLimits, EmbedBody
-from service.encoding import ImageFacts, ModelIdentity, encode_json
+from service.embed_body import BodyLimits, EmbedBody, ReadBody
+from service.encoding import Answer, ImageFacts, ModelIdentity, encode
 from service.errors import ApiError, BadRequest, TooLarge, UnsupportedMedia, image_param
 from service.images import ImageHeader, ImageLimits, read_header
-from service.options import EmbedOptions, check_options, read_query, resolve_options
+from service.openai_body import ServedModel
+from service.options import EmbedOptions, check_options, openai_options, read_query, resolve_options
 from service.settings import Settings
 
 T = TypeVar("T")
@@ -69,16 +71,29 @@ class Pipeline:
             timeout_s=settings.body_timeout_s,
         )
 
-    async def embed(self, request: Request) -> bytes:
-        """The JSON body of the answer. Raises `ApiError`, or `ClientDisconnect` once the caller has left."""
+    async def embed(self, request: Request) -> Answer:
+        """Answers `/embed`. Raises `ApiError`, or `ClientDisconnect` once the caller has left."""
         context = context_of(request.scope)
         query = read_query(request.scope["query_string"])
         if takes_options(request.headers.get("content-type")):
             check_options(query)
         else:
             resolve_options(query, _accept(request))  # refuses what would be refused after the body
-        body = await self._read(request, context)
+        body = await self._read(request, context, read_embed_body)
         options = resolve_options({**body.options, **query}, _accept(request))
+        return await self._answer(request, body, options, context)
+
+    async def embed_openai(self, request: Request) -> Answer:
+        """Answers `/v1/embeddings`. Raises as `embed` does."""
+        context = context_of(request.scope)
+        served = ServedModel(self._model_name, self._source.encoder.hidden_size)
+        body = await self._read(request, context, partial(read_openai_body, served=served))
+        options = openai_options(body.options, _accept(request))
+        return await self._answer(request, body, options, context)
+
+    async def _answer(
+        self, request: Request, body: EmbedBody, options: EmbedOptions, context: RequestContext
+    ) -> Answer:
         with watch(request.receive) as caller:
             images = await self._prepare(body.images, options, context)
             caller.stop_if_left()
@@ -86,7 +101,7 @@ class Pipeline:
             caller.stop_if_left()
         return await self._serialize(images, options, result, context)
 
-    async def _read(self, request: Request, context: RequestContext) -> EmbedBody:
+    async def _read(self, request: Request, context: RequestContext, read: ReadBody) -> EmbedBody:
         started = time.perf_counter()
         headers = request.headers
         if headers.get("content-encoding", "identity").lower() != "identity":
@@ -94,7 +109,7 @@ class Pipeline:
                 "a compressed body is not served; send it without Content-Encoding",
                 code="unsupported_content_type",
             )
-        body = await read_embed_body(
+        body = await read(
             headers.get("content-type"),
             headers.get("content-length"),
             request.stream(),
@@ -188,15 +203,15 @@ class Pipeline:
         options: EmbedOptions,
         result: BatchResult,
         context: RequestContext,
-    ) -> bytes:
+    ) -> Answer:
         started = time.perf_counter()
         encoder = self._source.encoder
         model = ModelIdentity(self._model_name, encoder.revision, encoder.fingerprint)
         facts = [image.facts for image in images]
         if sum(embedding.numel() for embedding in result.embeddings) <= _INLINE_NUMBERS:
-            answer = encode_json(model, options, facts, result.embeddings)
+            answer = encode(model, options, facts, result.embeddings)
         else:
-            answer = await self._run(encode_json, model, options, facts, result.embeddings)
+            answer = await self._run(encode, model, options, facts, result.embeddings)
         context.stages_s["serialize"] = time.perf_counter() - started
         return answer
 

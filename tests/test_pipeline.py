@@ -20,6 +20,7 @@ from starlette.types import Message
 
 from models import BatchResult, EncodeItem, Patches, Preprocessor, VisionEncoder
 from service.context import RequestContext
+from service.encoding import Answer
 from service.errors import ApiError
 from service.pipeline import Pipeline
 from service.settings import Settings
@@ -91,7 +92,7 @@ class Exchange:
         return self.unread.pop(0)
 
     def run(self, source: Source, settings: Settings) -> dict[str, Any]:
-        async def embed() -> bytes:
+        async def embed() -> Answer:
             try:
                 return await pipeline.embed(Request(self.scope, self.receive))
             finally:
@@ -100,7 +101,7 @@ class Exchange:
 
         with ThreadPoolExecutor(2, thread_name_prefix="decode") as executor:
             pipeline = Pipeline(settings, source, executor)
-            answer: dict[str, Any] = json.loads(asyncio.run(embed()))
+            answer: dict[str, Any] = json.loads(b"".join(asyncio.run(embed()).body))
             return answer
 
     def refusal(self, settings: Settings, source: Source | None = None) -> ApiError:
@@ -165,9 +166,9 @@ class Watched(torch.Tensor):
 
     threads: list[str]
 
-    def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
         self.threads.append(threading.current_thread().name)
-        return self.as_subclass(torch.Tensor).numpy(force=force)
+        return self.as_subclass(torch.Tensor)
 
 
 class WatchedSource(Source):
@@ -220,7 +221,7 @@ def test_the_event_loop_goes_on_while_images_are_prepared(settings: Settings) ->
             preprocessor.tick.set()
             await asyncio.sleep(0.001)
 
-    async def main() -> bytes:
+    async def main() -> Answer:
         beating = asyncio.create_task(heartbeat())
         try:
             with ThreadPoolExecutor(1) as executor:
@@ -230,7 +231,8 @@ def test_the_event_loop_goes_on_while_images_are_prepared(settings: Settings) ->
         finally:
             beating.cancel()
 
-    assert len(json.loads(asyncio.run(main()))["data"]) == 3
+    [body] = asyncio.run(main()).body
+    assert len(json.loads(bytes(body))["data"]) == 3
 
 
 def test_a_query_parameter_wins(settings: Settings) -> None:
