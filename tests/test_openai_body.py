@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from service.embed_body import EmbedBody
 from service.errors import ApiError, UnsupportedMedia
 from service.openai_body import ServedModel
 from service.openapi import PIXEL
-from tests.bodies import LIMITS, run_inline, stream
+from tests.bodies import LIMITS, T, Ts, run_inline, stream
 
 SERVED = ServedModel("org/model", hidden_size=128)
 IMAGE = base64.b64decode(PIXEL)
@@ -147,7 +148,7 @@ def test_nothing_but_json_is_taken(content_type: str | None) -> None:
 def test_a_large_document_is_parsed_off_the_event_loop() -> None:
     calls = []
 
-    async def run_blocking(fn: Any, /, *args: Any) -> Any:
+    async def run_blocking(fn: Callable[[*Ts], T], /, *args: *Ts) -> T:
         calls.append(fn.__name__)
         return fn(*args)
 
