@@ -147,7 +147,10 @@ EMBEDDINGS_OPENAPI: dict[str, Any] = {
                 "schema": {
                     "type": "object",
                     "properties": {
-                        "model": {"type": "string", "description": "name of the served model [it]"},
+                        "model": {
+                            "type": ["string", "null"],
+                            "description": "name of the served model, which it is anyhow",
+                        },
                         "input": {
                             "oneOf": [
                                 {"type": "array", "items": _OPENAI_ITEM, "minItems": 1},
@@ -156,12 +159,11 @@ EMBEDDINGS_OPENAPI: dict[str, Any] = {
                             "description": "images; text is refused",
                         },
                         "encoding_format": {
-                            "type": "string",
-                            "enum": [*CHOICES["encoding_format"]],
+                            "enum": [*CHOICES["encoding_format"], None],
                             "description": "`float`, or `base64` of little-endian float32 [`float`]",
                         },
                         "dimensions": {
-                            "type": "integer",
+                            "type": ["integer", "null"],
                             "description": "no other than the numbers of a vector, as vectors are not cut",
                         },
                     },
