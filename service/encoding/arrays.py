@@ -19,6 +19,7 @@ from service.encoding.answer import Piece
 from service.errors import NonFiniteOutput, image_param
 
 _SLICE_BYTES = 3 << 18  # bytes given to base64 at once; a multiple of 3, so that slices join without padding
+_BFLOAT16_INFINITY = 0x7F80  # its bits; those of what is no number are above
 _CHECKED_NUMBERS = 2**20  # at once, as the check takes memory of its own
 
 
@@ -31,9 +32,11 @@ def check_finite(embedding: torch.Tensor, index: int) -> None:
 
 
 def _is_finite(part: torch.Tensor) -> bool:
+    """By numpy, for a tenth of what torch takes."""
     if part.dtype == torch.bfloat16:
-        return bool(torch.isfinite(part).all())
-    return bool(np.isfinite(part.numpy()).all())  # a tenth of torch's cost for one vector
+        magnitudes = part.view(torch.int16).numpy() & 0x7FFF
+        return int(magnitudes.max()) < _BFLOAT16_INFINITY
+    return bool(np.isfinite(part.numpy()).all())
 
 
 def little_endian(tensor: torch.Tensor) -> npt.NDArray[Any]:
