@@ -25,8 +25,9 @@ _CHECKED_NUMBERS = 2**20  # at once, as the check takes memory of its own
 
 def check_finite(embedding: torch.Tensor, index: int) -> None:
     """Raises `NonFiniteOutput`, which names the image, for an infinity or no number."""
-    rows = max(1, _CHECKED_NUMBERS // embedding[0].numel())
-    if not all(_is_finite(part) for part in embedding.split(rows)):
+    is_small = embedding.numel() <= _CHECKED_NUMBERS  # as most are, and splitting takes microseconds
+    parts = (embedding,) if is_small else embedding.split(max(1, _CHECKED_NUMBERS // embedding.shape[-1]))
+    if not all(_is_finite(part) for part in parts):
         name = image_param(index)
         raise NonFiniteOutput(f"the embedding of {name} holds a number that is not finite", param=name)
 
