@@ -1,4 +1,4 @@
-"""What `/openapi.json` says of requests and of answers that are no JSON. Knows no request of its own."""
+"""What `/openapi.json` says of requests, of errors and of answers that are no JSON. Checks nothing."""
 
 from __future__ import annotations
 
