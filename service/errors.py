@@ -2,6 +2,7 @@
 
 ApiError
 ├── BadRequest            400   (code given where it is raised)
+├── Unauthorized          401   invalid_api_key      (with WWW-Authenticate)
 ├── NotFound              404   not_found
 ├── MethodNotAllowed      405   method_not_allowed
 ├── NotAcceptable         406   not_acceptable
@@ -12,7 +13,9 @@ ApiError
 ├── HeadersTooLarge       431   headers_too_large
 ├── InternalError         500   internal_error
 ├── NonFiniteOutput       500   non_finite_output
-└── Unavailable           503   not_ready · draining · device_failed     (with Retry-After)
+├── UpstreamFailed        502   image_url_failed
+├── Unavailable           503   not_ready · draining · device_failed     (with Retry-After)
+└── UpstreamTimeout       504   image_url_timeout
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ ErrorCode = Literal[
     "option_conflict",
     "response_too_large",
     "url_not_allowed",
+    "image_url_rejected",
+    "invalid_api_key",
     "not_found",
     "method_not_allowed",
     "not_acceptable",
@@ -46,9 +51,11 @@ ErrorCode = Literal[
     "headers_too_large",
     "internal_error",
     "non_finite_output",
+    "image_url_failed",
     "not_ready",
     "draining",
     "device_failed",
+    "image_url_timeout",
 ]
 ERROR_CODES: tuple[ErrorCode, ...] = get_args(ErrorCode)
 
@@ -92,6 +99,15 @@ class BadRequest(ApiError):
 
     def __init__(self, message: str, *, code: ErrorCode, param: str | None = None) -> None:
         super().__init__(message, code=code, param=param)
+
+
+class Unauthorized(ApiError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
 
 
 class NotFound(ApiError):
@@ -155,10 +171,20 @@ class NonFiniteOutput(ApiError):
     code = "non_finite_output"
 
 
+class UpstreamFailed(ApiError):
+    status = 502
+    code = "image_url_failed"
+
+
 class Unavailable(ApiError):
     status = 503
     code = "not_ready"
     retry_after_s = 5
+
+
+class UpstreamTimeout(ApiError):
+    status = 504
+    code = "image_url_timeout"
 
 
 def _statuses(error: type[ApiError]) -> set[int]:

@@ -12,6 +12,7 @@ from typing import NoReturn
 from service.embed_body import (
     BodyLimits,
     EmbedBody,
+    ImageUrl,
     RunBlocking,
     check_images,
     too_many_images,
@@ -109,14 +110,14 @@ def _option(name: str, value: object) -> str | bool:
     return value
 
 
-def _images(value: object, limits: BodyLimits) -> tuple[bytes, ...]:
+def _images(value: object, limits: BodyLimits) -> tuple[bytes | ImageUrl, ...]:
     items = value if isinstance(value, list) else [value]
     if len(items) > limits.max_images:
         raise too_many_images(limits)
     return check_images([_image(item, index, limits.max_image_bytes) for index, item in enumerate(items)])
 
 
-def _image(item: object, index: int, max_bytes: int) -> bytes:
+def _image(item: object, index: int, max_bytes: int) -> bytes | ImageUrl:
     try:
         return _decode(item, max_bytes)
     except ApiError as error:
@@ -124,7 +125,7 @@ def _image(item: object, index: int, max_bytes: int) -> bytes:
         raise
 
 
-def _decode(item: object, max_bytes: int) -> bytes:
+def _decode(item: object, max_bytes: int) -> bytes | ImageUrl:
     match item:
         case str():
             return decode_item(item, max_bytes)

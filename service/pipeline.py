@@ -1,6 +1,6 @@
 """The map of one request to `/embed`, from its bytes to those of the answer.
 
-    read ─► options ─► headers checked ─► decoded and resized ─► encoded on the device ─► serialized
+    read ─► options ─► URLs fetched ─► headers checked ─► decoded and resized ─► encoded ─► serialized
 
 Knows the order of the steps and where each runs. What a step does stands in its own module.
 """
@@ -22,9 +22,10 @@ from models import AspectRatioError, BatchResult, EncodeItem, Patches, VisionEnc
 from service.body import read_embed_body, takes_options
 from service.caller import watch
 from service.context import RequestContext, context_of
-from service.embed_body import BodyLimits, EmbedBody
+from service.embed_body import BodyLimits, EmbedBody, ImageUrl
 from service.encoding import ImageFacts, ModelIdentity, encode_json
 from service.errors import ApiError, BadRequest, TooLarge, UnsupportedMedia, image_param
+from service.fetch import Fetcher
 from service.images import ImageHeader, ImageLimits, read_header
 from service.options import EmbedOptions, check_options, read_query, resolve_options
 from service.settings import Settings
@@ -56,9 +57,12 @@ class PreparedImage:
 class Pipeline:
     """Answers requests. Heavy work runs on `executor`; the event loop parses and waits."""
 
-    def __init__(self, settings: Settings, source: SupportsEncode, executor: Executor) -> None:
+    def __init__(
+        self, settings: Settings, source: SupportsEncode, executor: Executor, fetcher: Fetcher
+    ) -> None:
         self._source = source
         self._executor = executor
+        self._fetcher = fetcher
         self._model_name = settings.served_name
         self._max_tokens = settings.max_request_tokens
         self._image_limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
@@ -80,7 +84,9 @@ class Pipeline:
         body = await self._read(request, context)
         options = resolve_options({**body.options, **query}, _accept(request))
         with watch(request.receive) as caller:
-            images = await self._prepare(body.images, options, context)
+            files = await self._fetch(body.images, context)
+            caller.stop_if_left()
+            images = await self._prepare(files, options, context)
             caller.stop_if_left()
             result = await self._encode(images, options, context)
             caller.stop_if_left()
@@ -103,6 +109,13 @@ class Pipeline:
         )
         context.stages_s["read"] = time.perf_counter() - started
         return body
+
+    async def _fetch(self, images: Sequence[bytes | ImageUrl], context: RequestContext) -> list[bytes]:
+        started = time.perf_counter()
+        files = await self._fetcher.fetch(images)
+        if any(isinstance(image, ImageUrl) for image in images):
+            context.stages_s["fetch"] = time.perf_counter() - started
+        return files
 
     async def _prepare(
         self, images: Sequence[bytes], options: EmbedOptions, context: RequestContext

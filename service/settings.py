@@ -12,8 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
+
+from service.addresses import Network, canonical_host
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -33,7 +35,42 @@ def _split(value: object) -> object:
     return [part.strip() for part in value.split(",")] if value.strip() else []
 
 
-Counts = Annotated[tuple[Count, ...], BeforeValidator(_split)]  # comma-separated
+def _canonical_host(text: str) -> str:
+    try:
+        return canonical_host(text)
+    except ValueError:
+        raise PydanticCustomError(
+            "host", "a host is a name such as images.example.org or an address, without a port or a path"
+        ) from None
+
+
+_KEY = re.compile("[!-+--~]+")
+_KEY_FORM = "a key is one or more visible ASCII characters, without a comma"
+
+
+def _split_keys(value: object) -> object:
+    """As `_split`; but to give no key is a mistake, as by an empty shell variable, that would open the server."""
+    keys = _split(value)
+    if isinstance(value, str) and not keys:
+        raise PydanticCustomError("keys", "it holds no key")
+    return keys
+
+
+def _check_key(key: SecretStr) -> SecretStr:
+    if not _KEY.fullmatch(key.get_secret_value()):
+        raise PydanticCustomError("key", _KEY_FORM)
+    return key
+
+
+Key = Annotated[SecretStr, AfterValidator(_check_key)]
+
+# All of these are comma-separated.
+Counts = Annotated[tuple[Count, ...], BeforeValidator(_split)]
+Hosts = Annotated[tuple[Annotated[str, AfterValidator(_canonical_host)], ...], BeforeValidator(_split)]
+Keys = Annotated[tuple[Key, ...], BeforeValidator(_split_keys)]
+Networks = Annotated[tuple[Network, ...], BeforeValidator(_split)]
+Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+)$")]
+Origins = Annotated[tuple[Origin, ...], BeforeValidator(_split)]
 
 # A hub id is a name, or an owner and a name. All else that `model` may hold is a path.
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -46,6 +83,10 @@ def _available_cores() -> int:
     return os.cpu_count() or 1
 
 
+# Settings whose values are shown nowhere.
+SECRETS = frozenset({"api_keys"})
+
+
 class Settings(BaseModel):
     """The configuration of one server, immutable."""
 
@@ -53,6 +94,20 @@ class Settings(BaseModel):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    api_keys: Keys = Field(
+        (),
+        description="keys that clients send as `Authorization: Bearer KEY`, comma-separated; others on this machine "
+        "can see a flag, so set the variable or use a file [no key is needed]",
+    )
+    api_keys_file: Path | None = Field(
+        None,
+        description="file with more such keys, one a line; blank lines and lines that begin with # are ignored",
+    )
+    cors_allow_origins: Origins = Field(
+        (),
+        description="origins such as https://example.org whose pages may call the server from a browser, "
+        "comma-separated; * is all [none]",
+    )
     log_level: LogLevel = Field("info", description="least severe level that is logged")
 
     model: str = Field(
@@ -107,6 +162,17 @@ class Settings(BaseModel):
     decode_threads: Count = Field(
         default_factory=_available_cores, description="threads that decode and resize images [cores]"
     )
+    allowed_media_domains: Hosts = Field(
+        (), description="hosts that image URLs may name, exactly, comma-separated [nothing is fetched]"
+    )
+    allowed_media_networks: Networks = Field(
+        (),
+        description="networks such as 10.1.0.0/16 that hosts of image URLs may be in, comma-separated "
+        "[public addresses only]",
+    )
+    media_timeout_s: Seconds = Field(
+        5.0, description="longest time in seconds for the image URLs of a request to be fetched"
+    )
     shutdown_grace_s: Seconds = Field(
         35.0, description="longest time in seconds that admitted requests may take to finish at shutdown"
     )
@@ -124,7 +190,10 @@ class Settings(BaseModel):
                 f"--data-parallel-size {self.data_parallel_size} takes the GPUs from the first on, "
                 f"and --device {self.device} names one"
             )
+        if self.allowed_media_networks and not self.allowed_media_domains:
+            _refuse("--allowed-media-networks allows nothing without --allowed-media-domains")
         self._refuse_contradictions_about_graphs()
+        self.accepted_keys  # noqa: B018 - a file that cannot be read stops the start
         return self
 
     def _refuse_contradictions_about_graphs(self) -> None:
@@ -161,6 +230,11 @@ class Settings(BaseModel):
         }
         return next((flag_of(name) for name, given in asking.items() if given), None)
 
+    @cached_property
+    def accepted_keys(self) -> tuple[SecretStr, ...]:
+        """All keys that a client may send; none: no key is needed."""
+        return self.api_keys if self.api_keys_file is None else self.api_keys + _read_keys(self.api_keys_file)
+
     @property
     def is_demo(self) -> bool:
         """Whether the built-in model with random weights is served."""
@@ -181,6 +255,24 @@ class Settings(BaseModel):
         if self.is_hub_id:
             return self.model
         return Path(self.model).absolute().name or "model"
+
+
+def _read_keys(path: Path) -> tuple[SecretStr, ...]:
+    """The keys in a file. No error shows what stands in it."""
+    flag = flag_of("api_keys_file")
+    try:
+        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+    except OSError as error:
+        _refuse(f"{flag}: {path} cannot be read: {error.strerror}")
+    except UnicodeDecodeError:
+        _refuse(f"{flag}: {path} is not UTF-8")
+    keys = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith("#")}
+    if not keys:
+        _refuse(f"{flag}: {path} holds no key")
+    for number, key in keys.items():
+        if not _KEY.fullmatch(key):
+            _refuse(f"{flag}: line {number} of {path} is no key: {_KEY_FORM}")
+    return tuple(map(SecretStr, keys.values()))
 
 
 def _contradiction(small: str, small_value: int, large: str, large_value: int) -> NoReturn:
