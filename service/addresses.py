@@ -21,6 +21,7 @@ Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
 _MAX_HOST_CHARS = 253
+_BRACKETED = re.compile(r"\A\[(.*)\]\Z")
 # An underscore is in no host name of the standards, and in names of buckets and containers.
 _LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
 _HOST_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
@@ -71,7 +72,7 @@ def canonical_host(text: str) -> str:
     dot at the end.
     """
     if ":" in text and "%" not in text:  # no zone
-        return str(IPv6Address(text.removeprefix("[").removesuffix("]")))
+        return str(IPv6Address(_BRACKETED.sub(r"\1", text)))
     name = text.lower() if text.isascii() else _idna(text.lower())
     if _ENDS_IN_NUMBER.fullmatch(name):
         return str(IPv4Address(name))

@@ -52,14 +52,20 @@ class RequestMiddleware:
         is_probe = scope["path"] in self._probes
         exchange = _Exchange(scope, send, is_logged=not is_probe)
         if is_probe:
-            await self._answering(exchange.scope, receive, exchange.send)
+            await self._pass(exchange, receive)
             return
         self._metrics.requests_in_flight.inc()
         try:
-            await self._answering(exchange.scope, receive, exchange.send)
+            await self._pass(exchange, receive)
         finally:
             self._metrics.requests_in_flight.dec()
             self._record(exchange)
+
+    async def _pass(self, exchange: _Exchange, receive: Receive) -> None:
+        try:
+            await self._answering(exchange.scope, receive, exchange.send)
+        finally:
+            del exchange.scope[_EXCHANGE]  # else each would hold the other until garbage is collected
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: _Exchange = scope[_EXCHANGE]

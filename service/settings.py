@@ -44,12 +44,12 @@ def _canonical_host(text: str) -> str:
         ) from None
 
 
-_KEY = re.compile("[!-+--~]+")
+_KEY = re.compile(r"[!-+\--~]+")
 _KEY_FORM = "a key is one or more visible ASCII characters, without a comma"
 
 
 def _split_keys(value: object) -> object:
-    """As `_split`; but to give no key is a mistake, as by an empty shell variable, that would open the server."""
+    """As `_split`; but no key is a mistake, as by an empty shell variable, that opens the server."""
     keys = _split(value)
     if isinstance(value, str) and not keys:
         raise PydanticCustomError("keys", "it holds no key")
@@ -96,12 +96,12 @@ class Settings(BaseModel):
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     api_keys: Keys = Field(
         (),
-        description="keys that clients send as `Authorization: Bearer KEY`, comma-separated; others on this machine "
-        "can see a flag, so set the variable or use a file [no key is needed]",
+        description="keys that clients send as `Authorization: Bearer KEY`, comma-separated; others on this "
+        "machine can see a flag, so set the variable or use a file [no key is needed]",
     )
     api_keys_file: Path | None = Field(
         None,
-        description="file with more such keys, one a line; blank lines and lines that begin with # are ignored",
+        description="file with more such keys, one a line; blank lines and lines with # in front are ignored",
     )
     cors_allow_origins: Origins = Field(
         (),
