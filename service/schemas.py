@@ -122,7 +122,8 @@ class ModelList(Shape):
 
 
 _STATUS_TEXTS = {
-    400: "Not an image or a truncated one, malformed JSON or base64, options that cannot apply",
+    400: "Not an image or a truncated one, malformed JSON or base64, options that cannot apply, "
+    "an image URL that is refused or that answered 4xx",
     404: "No such path",
     405: "The path does not take this method",
     406: "The Accept header allows no format that is served",
@@ -132,7 +133,9 @@ _STATUS_TEXTS = {
     422: "JSON of the wrong shape",
     431: "The headers are too large",
     500: "The server failed; its log has the request id",
+    502: "An image URL could not be fetched: its server failed",
     503: "Not ready, shutting down, or the device failed",
+    504: "An image did not arrive from its URL in time",
 }
 
 
@@ -179,9 +182,15 @@ def _only(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 def _json_body() -> dict[str, Any]:
     item = {
         "oneOf": [
-            {"type": "string", "description": "base64 or a `data:` URI"},
+            {"type": "string", "description": "base64, a `data:` URI or a URL"},
             _only("data", {"type": "string", "description": "base64"}),
-            _only("url", {"type": "string", "description": "a `data:` URI; no other is fetched"}),
+            _only(
+                "url",
+                {
+                    "type": "string",
+                    "description": "a `data:` URI; http and https where the server allows their host",
+                },
+            ),
         ]
     }
     properties = {

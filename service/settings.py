@@ -96,8 +96,8 @@ class Settings(BaseModel):
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     api_keys: Keys = Field(
         (),
-        description="keys that clients send as `Authorization: Bearer KEY`, comma-separated; others on this "
-        "machine can see a flag, so set the variable or use a file [no key is needed]",
+        description="keys of clients, which send one as `Authorization: Bearer KEY`, comma-separated; a flag "
+        "can be seen by others on this machine, the variable and a file not [no key is needed]",
     )
     api_keys_file: Path | None = Field(
         None,

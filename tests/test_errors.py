@@ -16,13 +16,17 @@ from service.errors import (
     NotAcceptable,
     NotFound,
     TooLarge,
+    Unauthorized,
     Unavailable,
     UnsupportedMedia,
+    UpstreamFailed,
+    UpstreamTimeout,
     printable,
 )
 
 EXAMPLES: list[tuple[ApiError, int, str, str]] = [
     (BadRequest("m", code="invalid_image"), 400, "invalid_request_error", "invalid_image"),
+    (Unauthorized("m"), 401, "invalid_request_error", "invalid_api_key"),
     (NotFound("m"), 404, "invalid_request_error", "not_found"),
     (MethodNotAllowed("m", allow="GET, HEAD"), 405, "invalid_request_error", "method_not_allowed"),
     (NotAcceptable("m"), 406, "invalid_request_error", "not_acceptable"),
@@ -38,8 +42,10 @@ EXAMPLES: list[tuple[ApiError, int, str, str]] = [
     (InvalidShape("m"), 422, "invalid_request_error", "invalid_request"),
     (InternalError("m"), 500, "server_error", "internal_error"),
     (NonFiniteOutput("m"), 500, "server_error", "non_finite_output"),
+    (UpstreamFailed("m"), 502, "server_error", "image_url_failed"),
     (Unavailable("m"), 503, "server_error", "not_ready"),
     (Unavailable("m", code="device_failed"), 503, "server_error", "device_failed"),
+    (UpstreamTimeout("m"), 504, "server_error", "image_url_timeout"),
 ]
 
 
@@ -81,6 +87,7 @@ def test_param_may_be_given_or_added_later() -> None:
     ("error", "headers"),
     [
         (NotFound("m"), {}),
+        (Unauthorized("m"), {"WWW-Authenticate": "Bearer"}),
         (MethodNotAllowed("m", allow="GET, HEAD"), {"Allow": "GET, HEAD"}),
         (BodyTimeout("m"), {}),
         (Unavailable("m"), {"Retry-After": "5"}),

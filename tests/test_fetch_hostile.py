@@ -1,4 +1,4 @@
-"""URLs meant to reach what they should not. A canary takes every connection that is made, wherever it was to go."""
+"""URLs meant to reach what they should not. A canary takes every connection, wherever it was to go."""
 
 from __future__ import annotations
 

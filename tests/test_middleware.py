@@ -14,7 +14,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.context import context_of
-from service.errors import BadRequest, NonFiniteOutput, Unavailable
+from service.errors import (
+    BadRequest,
+    NonFiniteOutput,
+    Unauthorized,
+    Unavailable,
+    UpstreamFailed,
+    UpstreamTimeout,
+)
 from service.metrics import Metrics
 from service.middleware import RequestMiddleware
 
@@ -156,11 +163,13 @@ def test_errors_of_the_server_are_logged_and_those_of_callers_are_not(
     assert "non_finite_output" in caplog.text
 
 
-def test_refusals_of_a_server_that_is_not_ready_do_not_fill_the_log(
+def test_errors_that_callers_can_make_at_will_do_not_fill_the_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     run(raising(Unavailable("loading")))
     run(raising(Unavailable("stopping", code="draining")))
+    run(raising(UpstreamFailed("its server failed")))
+    run(raising(UpstreamTimeout("late")))
     assert caplog.records == []
     run(raising(Unavailable("lost", code="device_failed")))
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -192,10 +201,18 @@ def test_probes_are_answered_but_neither_counted_nor_logged(caplog: pytest.LogCa
 
 
 def test_a_path_without_a_route_is_counted_as_other() -> None:
-    done = Run(fine)
+    done = Run(fine, path="/nope")
     del done.scope["route"]
     asyncio.run(done.call())
     assert done.metric("requests_total", route="other", status="200") == 1
+
+
+def test_what_is_answered_before_the_router_is_counted_by_its_path() -> None:
+    done = Run(raising(Unauthorized("no")))
+    del done.scope["route"]
+    asyncio.run(done.call())
+    assert done.metric("requests_total", route="/embed", status="401") == 1
+    assert done.metric("errors_total", code="invalid_api_key") == 1
 
 
 def test_requests_in_flight_go_up_and_down() -> None:

@@ -21,6 +21,7 @@ from starlette.types import Message
 from models import BatchResult, EncodeItem, Patches, Preprocessor, VisionEncoder
 from service.context import RequestContext
 from service.errors import ApiError
+from service.fetch import make_fetcher
 from service.pipeline import Pipeline
 from service.settings import Settings
 from tests.conftest import CONFIG, FakeEncoder, encode_image, known_embedding, only
@@ -99,7 +100,7 @@ class Exchange:
                 assert asyncio.all_tasks() == {asyncio.current_task()}, "the request left a task behind"
 
         with ThreadPoolExecutor(2, thread_name_prefix="decode") as executor:
-            pipeline = Pipeline(settings, source, executor)
+            pipeline = Pipeline(settings, source, executor, make_fetcher(settings))
             answer: dict[str, Any] = json.loads(asyncio.run(embed()))
             return answer
 
@@ -150,6 +151,15 @@ def test_a_large_answer_is_written_like_a_small_one(settings: Settings) -> None:
     assert sum(array.size for array in numbers) > 32_768
     for array, item in zip(numbers, source.submitted[0], strict=True):
         assert np.array_equal(array, known_embedding(item.patches, item.output).numpy())
+
+
+def test_urls_are_refused_where_none_are_allowed(settings: Settings) -> None:
+    body = {"images": [base64.b64encode(encode_image()).decode(), "http://127.0.0.1/"]}
+    exchange = Exchange(json.dumps(body).encode(), "application/json")
+    error = exchange.refusal(settings)
+    assert (error.status, error.code, error.param) == (400, "url_not_allowed", "images[1]")
+    assert "not enabled" in error.message
+    assert "fetch" not in exchange.context.stages_s
 
 
 @pytest.mark.parametrize("num_images", [1, 3])
@@ -226,7 +236,7 @@ def test_the_event_loop_goes_on_while_images_are_prepared(settings: Settings) ->
             with ThreadPoolExecutor(1) as executor:
                 exchange = json_exchange(*[encode_image()] * 3)
                 request = Request(exchange.scope, exchange.receive)
-                return await Pipeline(settings, source, executor).embed(request)
+                return await Pipeline(settings, source, executor, make_fetcher(settings)).embed(request)
         finally:
             beating.cancel()
 

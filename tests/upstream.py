@@ -75,7 +75,7 @@ class Upstream:
 
 
 class Resolver:
-    """Answers from a table; further look-ups of a host get further answers, then the last one again."""
+    """Answers from a table; further look-ups of a host get further answers, at the end the last one."""
 
     def __init__(self, hosts: Mapping[str, Sequence[Sequence[str]]], default: Iterable[str] = ()) -> None:
         self._hosts = {host: list(answers) for host, answers in hosts.items()}
@@ -91,7 +91,7 @@ class Resolver:
 
 
 class Dialler(httpcore.AnyIOBackend):
-    """Dials ports of this machine in place of addresses: those in `servers`, and the canary for all others."""
+    """Dials ports of this machine in place of addresses: of `servers`, and for all others of the canary."""
 
     def __init__(self, servers: Mapping[str, Upstream], canary: Upstream) -> None:
         self._servers = servers

@@ -26,7 +26,7 @@ def add_routes(router: APIRouter, engine: Engine, pipeline: Pipeline) -> None:
         "A request succeeds whole or fails whole.",
         responses={
             200: {"model": EmbedResponse, "description": "One entry for each image, in order"},
-            **error_responses(400, 406, 408, 413, 415, 422, 431, 500, 503),
+            **error_responses(400, 406, 408, 413, 415, 422, 431, 500, 502, 503, 504),
         },
         openapi_extra=EMBED_OPENAPI,
         tags=["embeddings"],
