@@ -40,7 +40,7 @@ class FetchLimits:
 
 
 class _Allowance:
-    """What the images of one request may still hold."""
+    """What one request may still fetch: bytes, and `slots` for those that arrive at the same time."""
 
     def __init__(self, limits: FetchLimits) -> None:
         self._limits = limits

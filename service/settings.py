@@ -12,10 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
-from service.addresses import Network, canonical_host
+from service.setting_types import Hosts, Keys, Networks, Origins, read_keys, split_list
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
@@ -28,49 +28,7 @@ DEFAULT_BUDGET_STEPS = 8
 MAX_PIXELS_SUPPORTED = 178_956_970
 
 
-def _split(value: object) -> object:
-    """A comma-separated list into its parts; nothing into no part."""
-    if not isinstance(value, str):
-        return value
-    return [part.strip() for part in value.split(",")] if value.strip() else []
-
-
-def _canonical_host(text: str) -> str:
-    try:
-        return canonical_host(text)
-    except ValueError:
-        raise PydanticCustomError(
-            "host", "a host is a name such as images.example.org or an address, without a port or a path"
-        ) from None
-
-
-_KEY = re.compile(r"[!-+\--~]+")
-_KEY_FORM = "a key is one or more visible ASCII characters, without a comma"
-
-
-def _split_keys(value: object) -> object:
-    """As `_split`; but no key is a mistake, as by an empty shell variable, that opens the server."""
-    keys = _split(value)
-    if isinstance(value, str) and not keys:
-        raise PydanticCustomError("keys", "it holds no key")
-    return keys
-
-
-def _check_key(key: SecretStr) -> SecretStr:
-    if not _KEY.fullmatch(key.get_secret_value()):
-        raise PydanticCustomError("key", _KEY_FORM)
-    return key
-
-
-Key = Annotated[SecretStr, AfterValidator(_check_key)]
-
-# All of these are comma-separated.
-Counts = Annotated[tuple[Count, ...], BeforeValidator(_split)]
-Hosts = Annotated[tuple[Annotated[str, AfterValidator(_canonical_host)], ...], BeforeValidator(_split)]
-Keys = Annotated[tuple[Key, ...], BeforeValidator(_split_keys)]
-Networks = Annotated[tuple[Network, ...], BeforeValidator(_split)]
-Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+)$")]
-Origins = Annotated[tuple[Origin, ...], BeforeValidator(_split)]
+Counts = Annotated[tuple[Count, ...], BeforeValidator(split_list)]  # comma-separated
 
 # A hub id is a name, or an owner and a name. All else that `model` may hold is a path.
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -233,7 +191,12 @@ class Settings(BaseModel):
     @cached_property
     def accepted_keys(self) -> tuple[SecretStr, ...]:
         """All keys that a client may send; none: no key is needed."""
-        return self.api_keys if self.api_keys_file is None else self.api_keys + _read_keys(self.api_keys_file)
+        if self.api_keys_file is None:
+            return self.api_keys
+        try:
+            return self.api_keys + read_keys(self.api_keys_file)
+        except ValueError as error:
+            _refuse(f"{flag_of('api_keys_file')}: {error}")
 
     @property
     def is_demo(self) -> bool:
@@ -255,24 +218,6 @@ class Settings(BaseModel):
         if self.is_hub_id:
             return self.model
         return Path(self.model).absolute().name or "model"
-
-
-def _read_keys(path: Path) -> tuple[SecretStr, ...]:
-    """The keys in a file. No error shows what stands in it."""
-    flag = flag_of("api_keys_file")
-    try:
-        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
-    except OSError as error:
-        _refuse(f"{flag}: {path} cannot be read: {error.strerror}")
-    except UnicodeDecodeError:
-        _refuse(f"{flag}: {path} is not UTF-8")
-    keys = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith("#")}
-    if not keys:
-        _refuse(f"{flag}: {path} holds no key")
-    for number, key in keys.items():
-        if not _KEY.fullmatch(key):
-            _refuse(f"{flag}: line {number} of {path} is no key: {_KEY_FORM}")
-    return tuple(map(SecretStr, keys.values()))
 
 
 def _contradiction(small: str, small_value: int, large: str, large_value: int) -> NoReturn:

@@ -147,7 +147,7 @@ def keys_of(settings: Settings) -> list[str]:
 
 def test_keys_of_the_list_and_of_the_file_are_accepted(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# who has it\n\n  sk-file+/=#\r\nother\n \n")
+    file.write_text("\ufeff# who has it\n\n  sk-file+/=#\r\nother\n \n")
     assert keys_of(Settings()) == []
     settings = parse_settings(["--api-keys", "sk-1, two"], {})
     assert keys_of(settings) == ["sk-1", "two"]
