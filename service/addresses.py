@@ -33,7 +33,7 @@ _IPV6_UNICAST = IPv6Network("2000::/3")
 # The well-known prefix of translators: the last four bytes are the IPv4 address that is reached. RFC 6052.
 _NAT64 = IPv6Network("64:ff9b::/96")
 # What no web server is meant to have. Sources: the IANA registries of special-purpose addresses. `is_global`
-# of the standard library has most of it, and differs between releases.
+# of the standard library lacks some of it, and differs between releases.
 _SPECIAL = tuple(
     ip_network(block)
     for block in (
@@ -107,4 +107,4 @@ def _reached(address: Address) -> Address:
 def _is_public(address: Address) -> bool:
     if isinstance(address, IPv6Address) and address not in _IPV6_UNICAST:
         return False
-    return address.is_global and not any(address in block for block in _SPECIAL)
+    return not any(address in block for block in _SPECIAL)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
-from ipaddress import ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from service.addresses import canonical_host, is_allowed
 
@@ -26,6 +28,15 @@ def test_addresses_that_are_not_public_are_refused_unless_their_network_is_named
     assert not is_allowed(address, ())
     assert not is_allowed(address, [ip_network("8.8.8.8/32"), ip_network("2a00::/16")])
     assert is_allowed(address, [ip_network("0.0.0.0/0"), ip_network("::/0")])
+
+
+@settings(derandomize=True, max_examples=500, deadline=None)
+@given(st.ip_addresses())
+def test_nothing_is_allowed_that_the_standard_library_calls_private(
+    address: IPv4Address | IPv6Address,
+) -> None:
+    mapped = getattr(address, "ipv4_mapped", None)
+    assert not is_allowed(address, ()) or ((mapped or address).is_global and not address.is_multicast)
 
 
 @pytest.mark.parametrize(
