@@ -291,6 +291,33 @@ class Stuck(Resolver):
         raise AssertionError
 
 
+def test_what_still_runs_is_ended_when_another_fails() -> None:
+    ended = []
+
+    class Slow(Resolver):
+        """Takes its time over one host."""
+
+        async def __call__(self, host: str, port: int, /) -> Sequence[tuple[Address, int]]:
+            if host == HOST:
+                return await super().__call__(host, port)
+            try:
+                await asyncio.sleep(2)
+            except asyncio.CancelledError:
+                ended.append(host)
+                raise
+            raise OSError("nobody should have waited")
+
+    async def fetch() -> None:
+        fetcher = make_fetcher(allowing(), resolve=Slow({}))
+        with pytest.raises(ApiError) as caught:
+            await fetcher.fetch([ImageUrl("http://other.test/"), ImageUrl(f"http://{HOST}/")])
+        assert caught.value.param == "images[1]"
+        await fetcher.aclose()
+
+    asyncio.run(fetch())
+    assert ended == ["other.test"]
+
+
 def closed_port() -> Resolver:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
