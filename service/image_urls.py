@@ -52,7 +52,7 @@ def check_url(url: httpx.URL, domains: Collection[str]) -> httpx.URL:
         raise url_refused() from None
     if host not in domains:
         raise url_refused()
-    return url.copy_with(host=host, port=None, fragment=None)
+    return url.copy_with(host=host, port=None)
 
 
 def url_refused() -> BadRequest:

@@ -16,6 +16,7 @@ from service.embed_body import ImageUrl
 from service.engine import State
 from service.errors import ApiError
 from service.fetch import make_fetcher
+from service.image_urls import check_url, parse_url
 from service.settings import Settings
 from tests.conftest import FakeEncoder, Service, fake_replicas
 from tests.test_addresses import REFUSED
@@ -268,3 +269,8 @@ def test_the_app_reaches_nothing_for_a_hostile_url(domains: tuple[str, ...]) -> 
         service.stop()
     assert (dialler.dialled, canary.num_connections, encoder.batches) == ([], 0, [])
     assert resolver.asked == ([HOST] * 4 if domains else [])
+
+
+def test_a_fetched_url_has_one_spelling() -> None:
+    assert str(check_url(parse_url("HTTP://IMAGES.test:80/A?b"), [HOST])) == f"http://{HOST}/A?b"
+    assert str(check_url(parse_url("https://[2A00:0::1]:443/"), ["2a00::1"])) == "https://[2a00::1]/"
