@@ -13,10 +13,11 @@ ENV PIP_NO_CACHE_DIR=1
 WORKDIR /app
 COPY pyproject.toml README.md LICENSE ./
 COPY deploy/install.sh deploy/constraints.txt deploy/
-# The packages are empty at first, so that a change of the code leaves the layer with the dependencies as it was.
+# Empty packages in place of the code, so that a change of the code leaves the layer with the dependencies as it was.
 # uv has done its work if it was asked for a build of torch.
-RUN python -c 'import pathlib, tomllib; [pathlib.Path(p.replace(".", "/")).mkdir() for p in \
-        tomllib.loads(pathlib.Path("pyproject.toml").read_text())["tool"]["setuptools"]["packages"]]' \
+RUN for package in models service service/bench service/routes; do \
+        mkdir $package && touch $package/__init__.py; \
+    done \
     && PYTHON=python TORCH=$TORCH deploy/install.sh /opt/venv . \
     && /opt/venv/bin/python -m pip uninstall -q -y uv
 COPY models models
