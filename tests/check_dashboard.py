@@ -1,7 +1,7 @@
 """Runs every query of dashboard and alerts in a Prometheus that scrapes a real server under traffic.
 
-`make check-deploy` runs it; pytest does not, because it needs the `prometheus` binary. Graphs run on GPUs only,
-so a second target shows their metrics with made-up numbers.
+`make check-deploy` runs it; pytest does not, because it needs the `prometheus` binary. Graphs run on GPUs
+only, so a second target shows their metrics with made-up numbers.
 """
 
 from __future__ import annotations
