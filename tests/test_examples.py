@@ -192,6 +192,15 @@ def test_what_cannot_go_on_is_said(
     assert len(lines_of(tmp_path / "out.jsonl")) == num_lines
 
 
+def test_a_server_that_is_not_there_is_waited_for_and_then_given_up(tmp_path: Path) -> None:
+    write_images(tmp_path / "in", 3)
+    arguments = (tmp_path / "in", tmp_path / "out.jsonl", "--sidecar", "http://127.0.0.1:9")
+    code, _, error = finish(start("embed_folder.py", *arguments, "--patience-s", "0.5"))
+    assert code == 1
+    assert "gave up after 0.5 s" in error
+    assert "Traceback" not in error
+
+
 def content_part(uuid: str) -> dict[str, Any]:
     embeds = {"image_embeds": "AAAA", "image_grid_thw": [1, 4, 4]}
     return {"type": "image_embeds", "uuid": uuid, "image_embeds": embeds}
