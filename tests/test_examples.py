@@ -114,14 +114,14 @@ def lines_of(output: Path) -> list[dict[str, str]]:
 
 
 def wait_for_lines(output: Path, count: int) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while not output.exists() or output.read_bytes().count(b"\n") < count:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 def test_a_folder_is_embedded_once_although_server_and_client_are_interrupted(tmp_path: Path) -> None:
-    paths, output = write_images(tmp_path / "in", 120), tmp_path / "out.jsonl"
+    paths, output = write_images(tmp_path / "in", 80), tmp_path / "out.jsonl"
     server = Process("--port", "0", "--device", "cpu").ready()
     url = server.url
     arguments = (tmp_path / "in", output, "--sidecar", url, "--concurrency", "4")
@@ -131,7 +131,7 @@ def test_a_folder_is_embedded_once_although_server_and_client_are_interrupted(tm
         client.kill()
         client.communicate()
         num_before = output.read_bytes().count(b"\n")
-        assert 10 <= num_before < 120
+        assert 10 <= num_before < 80
         with output.open("ab") as file:
             file.write(b'{"path": "cut off wh')
 
@@ -147,7 +147,7 @@ def test_a_folder_is_embedded_once_although_server_and_client_are_interrupted(tm
         server.kill()
     lines = lines_of(output)
     assert sorted(line["path"] for line in lines) == sorted(paths)
-    assert len({line["sha256"] for line in lines}) == 120
+    assert len({line["sha256"] for line in lines}) == 80
     vector = np.frombuffer(base64.b64decode(lines[0]["embedding"]), "<f4")
     assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
 
