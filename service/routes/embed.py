@@ -22,7 +22,7 @@ def add_routes(router: APIRouter, engine: Engine, pipeline: Pipeline) -> None:
         embed,
         methods=["POST"],
         summary="Embeddings of one or more images",
-        description="The body is the bytes of one image, a form with images, or JSON with images in base64 or by URL. "
+        description="The body is the bytes of one image, a form with images, or JSON with images. "
         "Options are query parameters, form parts or JSON members; a query parameter wins. "
         "A request succeeds whole or fails whole.",
         responses={
