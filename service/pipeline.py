@@ -134,8 +134,8 @@ class Pipeline:
         started = time.perf_counter()
         ticket = Ticket(deadline)
         with watch(request.receive, lambda: self._batcher.leave(ticket)):
-            preparation = self._preparer.start(images, options, ticket, self._source.encoder)
             try:
+                preparation = self._preparer.start(images, options, ticket, self._source.encoder)
                 embeddings = await ticket.embeddings()
             except Abandoned:
                 raise ClientDisconnect from None
