@@ -1,5 +1,5 @@
 # Every target sets up what it needs: a virtual environment in .venv with the versions of deploy/constraints.txt.
-.PHONY: serve test test-gpu lint format clean
+.PHONY: serve test test-gpu soak lint format clean
 PYTHON ?= python3
 BIN := .venv/bin
 # One mark for each build of torch that was asked for, so that another one is installed when it is asked for.
@@ -14,6 +14,9 @@ test: lint
 
 test-gpu: $(DEV)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+soak: $(DEV)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m soak -s tests/test_soak.py $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .

@@ -11,6 +11,6 @@ class DeviceError(Exception):
     """A device failed for good; only another process can use it again. `__cause__` is what it said."""
 
     def __init__(self, device: str, cause: BaseException) -> None:
-        super().__init__(f"device {device} is lost: {cause}")
+        super().__init__(f"device {device} is lost: {str(cause) or repr(cause)}")
         self.device = device
         self.__cause__ = cause

@@ -77,8 +77,8 @@ class _Device:
         self.batches[batch] = entries
 
     def finished(self, batch: Future[BatchResult]) -> Sequence[_Entry]:
-        """The images of the batch, but none of a batch that was given up before."""
-        entries, now = self.batches.pop(batch, ()), time.perf_counter()
+        """The images of the batch."""
+        entries, now = self.batches.pop(batch), time.perf_counter()
         rate = sum(entry.num_tokens for entry in entries) / max(1e-6, now - self.got_on_at)
         self.tokens_per_s = _RATE_MEMORY * (self.tokens_per_s or rate) + (1 - _RATE_MEMORY) * rate
         self.got_on_at = now
@@ -190,7 +190,8 @@ class Batcher:
         device = self._devices[name]
         with self._changed:
             while not (self._is_closed or device.is_lost):
-                entries = self._next_batch(device)
+                wait_s = self._time_to_wait()
+                entries = self._next_batch(device) if wait_s is None else []
                 if entries:
                     batch: Future[BatchResult] = Future()
                     device.started(batch, entries)
@@ -199,7 +200,7 @@ class Batcher:
                         self._changed.notify_all()
                     return [entry.item for entry in entries], batch
                 device.is_waiting = True
-                self._changed.wait(self._time_to_wait())
+                self._changed.wait(wait_s)
                 device.is_waiting = False
         return None
 
@@ -247,10 +248,11 @@ class Batcher:
         if error is None:
             for stats in batch.result().stats:
                 self._observe(stats)
+        device = self._devices[name]
         with self._changed:
-            entries = self._devices[name].finished(batch)
-            if not entries:
-                return  # the device was given up, and its requests have ended
+            if device.is_lost:
+                return  # its batches were given up before
+            entries = device.finished(batch)
             if error is None:
                 self._hand_out(entries, batch.result())
             elif len(entries) == 1:
@@ -268,7 +270,7 @@ class Batcher:
     def _next_batch(self, device: _Device) -> list[_Entry]:
         """What the device should run now: nothing where it is busy and another one idle."""
         idle = sum(other.is_idle for other in self._devices.values() if other is not device)
-        if (device.batches and idle) or self._time_to_wait() is not None:
+        if device.batches and idle:
             return []
         share = math.ceil(self._waiting_tokens / (1 + idle))
         return self._pop(min(self._limits.max_batch_tokens, share))

@@ -87,24 +87,25 @@ class Engine:
 
     def _on_loaded(self, replica: Replica, ready: Future[VisionEncoder]) -> None:
         """Runs in the replica's thread."""
-        device = replica.name
         error = ready.exception()
         if error is not None:
             self._on_load_failed(error)
-            return
-        encoder = ready.result()
+        else:
+            self._show(replica, ready.result())
+        with self._lock:
+            self._loading.remove(replica.name)
+            is_last = not self._loading
+        if is_last and error is None:
+            self._on_all_loaded(ready.result())
+
+    def _show(self, replica: Replica, encoder: VisionEncoder) -> None:
         self._metrics.set_graphs(
-            device,
+            replica.name,
             sorted(encoder.graphs.graphs),
             memory_bytes=encoder.graphs.memory_bytes,
             capture_seconds=encoder.graphs.capture_seconds,
         )
-        self._metrics.set_device_up(device, True)
-        with self._lock:
-            self._loading.remove(device)
-            is_last = not self._loading
-        if is_last:
-            self._on_all_loaded(encoder)
+        self._metrics.set_device_up(replica.name, True)
 
     def _on_all_loaded(self, encoder: VisionEncoder) -> None:
         self._encoder = encoder
@@ -215,7 +216,7 @@ class Engine:
         ending = [
             replica
             for replica in self._group.replicas
-            if replica.ready.done() and not self.batcher.is_lost(replica.name)
+            if replica.name not in self._loading and not self.batcher.is_lost(replica.name)
         ]
         for replica in ending:
             replica.close()

@@ -288,7 +288,7 @@ def test_a_device_that_is_not_here_exits_with_1_and_one_line(start: Callable[...
 def test_a_signal_while_loading_is_not_kept_waiting(start: Callable[..., Process], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")  # reading it never ends
     process = start("--model", str(tmp_path)).listening()
-    assert httpx.get(f"{process.url}/readyz").json()["error"]["code"] == "not_ready"
+    assert httpx.get(f"{process.url}/readyz", timeout=60).json()["error"]["code"] == "not_ready"
     process.signal(signal.SIGTERM)
     assert process.exit_code() == 0
     assert "the process ends without it" in "\n".join(process.log)

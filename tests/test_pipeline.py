@@ -23,6 +23,7 @@ from models import EncodeItem, Patches, Preprocessor, Replica, VisionEncoder
 from service.admission import ByteBudget
 from service.batcher import Batcher, QueueLimits
 from service.context import RequestContext
+from service.encoding import Answer
 from service.errors import ApiError
 from service.pipeline import Pipeline
 from service.settings import Settings
@@ -114,7 +115,7 @@ class Exchange:
     ) -> dict[str, Any]:
         """`executor`: its threads end with the request, unless it is given."""
 
-        async def embed() -> bytes:
+        async def embed() -> Answer:
             try:
                 return await pipeline.embed(Request(self.scope, self.receive))
             finally:
@@ -124,7 +125,7 @@ class Exchange:
 
         with ThreadPoolExecutor(2, thread_name_prefix="decode") as own, source.serving() as batcher:
             pipeline = Pipeline(settings, source, batcher, source.budget, executor or own)
-            answer: dict[str, Any] = json.loads(asyncio.run(embed()))
+            answer: dict[str, Any] = json.loads(b"".join(asyncio.run(embed()).body))
             return answer
 
     def refusal(self, settings: Settings, source: Source | None = None) -> ApiError:
@@ -201,9 +202,9 @@ class Watched(torch.Tensor):
 
     threads: list[str]
 
-    def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
         self.threads.append(threading.current_thread().name)
-        return self.as_subclass(torch.Tensor).numpy(force=force)
+        return self.as_subclass(torch.Tensor)
 
 
 class WatchedSource(Source):
@@ -260,7 +261,7 @@ def test_the_event_loop_goes_on_while_images_are_prepared(settings: Settings) ->
             preprocessor.tick.set()
             await asyncio.sleep(0.001)
 
-    async def main() -> bytes:
+    async def main() -> Answer:
         beating = asyncio.create_task(heartbeat())
         try:
             with ThreadPoolExecutor(1) as executor, source.serving() as batcher:
@@ -271,7 +272,8 @@ def test_the_event_loop_goes_on_while_images_are_prepared(settings: Settings) ->
         finally:
             beating.cancel()
 
-    assert len(json.loads(asyncio.run(main()))["data"]) == 3
+    [body] = asyncio.run(main()).body
+    assert len(json.loads(bytes(body))["data"]) == 3
 
 
 def test_a_query_parameter_wins(settings: Settings) -> None:

@@ -1,0 +1,389 @@
+"""Faults under load, with fake encoders: whoever was let in and stays gets one answer; nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+import torch
+
+from models import EncodeItem
+from service.engine import State
+from service.settings import Settings
+from tests.conftest import FakeEncoder, FakeRunning
+from tests.serving import HeldUpload, Served, call_all, embeddings_of, eventually, request_of
+from tests.traffic import Answer, call, leave
+
+Serve = Callable[..., Served]
+
+# Small batches, so that many are made.
+SETTINGS = Settings(decode_threads=2, max_batch_tokens=24, max_queue_tokens=4096)
+
+
+def levels_of(item: EncodeItem) -> int:
+    """The gray level of an image that a fake encoder was given."""
+    return int(item.patches.pixels.flatten()[0])
+
+
+def slowly(items: Sequence[EncodeItem]) -> None:
+    time.sleep(0.003)
+
+
+class Held:
+    """Holds what a fake encoder is given until the gate opens, and then may fail, the first time only."""
+
+    def __init__(self, gate: threading.Event, error: BaseException | None = None) -> None:
+        self.is_at_work = threading.Event()
+        self._gate = gate
+        self._error = error
+
+    def __call__(self, items: Sequence[EncodeItem]) -> None:
+        self.is_at_work.set()
+        while not self._gate.is_set():  # where an exception may be raised from another thread
+            time.sleep(0.001)
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
+
+
+class FailingAtLaunch(FakeEncoder):
+    """Fails in the launching thread, as memory for activations runs out."""
+
+    def launch(self, items: Sequence[EncodeItem]) -> FakeRunning:
+        self._fail(items)
+        return super().launch(items)
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Starts servers and waits until they are ready; ends them."""
+    started: list[Served] = []
+
+    def start(*encoders: FakeEncoder, **changes: Any) -> Served:
+        served = Served(Settings(**{**SETTINGS.model_dump(exclude_unset=True), **changes}), *encoders)
+        started.append(served)
+        served.wait_for(State.READY)
+        return served
+
+    yield start
+    for served in started:
+        served.stop()
+        served.wait_for_the_end()
+
+
+@pytest.fixture(autouse=True)
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "service")
+    return caplog
+
+
+def complaints(log: pytest.LogCaptureFixture) -> list[str]:
+    """Every line that an operator would look into, but one that each demo server says."""
+    return [
+        record.getMessage()
+        for record in log.records
+        if record.levelno >= logging.WARNING and not record.getMessage().startswith("model demo")
+    ]
+
+
+def check_answered(answers: Sequence[Answer], requests: Sequence[Sequence[int]]) -> None:
+    for answer, levels in zip(answers, requests, strict=True):
+        assert (answer.status, answer.body) == (200, answer.body)
+        assert answer.embeddings == embeddings_of(*levels)
+
+
+def requests(number: int, *, seed: int = 0, levels: range = range(1, 250)) -> list[list[int]]:
+    """One to three images each, of random levels."""
+    rng = random.Random(seed)
+    return [rng.choices(levels, k=rng.choice([1, 1, 2, 3])) for _ in range(number)]
+
+
+def kill(thread_name: str) -> None:
+    """Raises `SystemExit` in a thread, once it runs Python again."""
+    # The youngest of that name: threads of devices that were lost before cannot be ended.
+    ident = [thread.ident for thread in threading.enumerate() if thread.name == thread_name][-1]
+    assert ident is not None
+    pending = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit))
+    assert pending == 1
+
+
+class InBackground:
+    """Callers at once, whose answers are waited for later."""
+
+    def __init__(self, port: int, requests: Sequence[Sequence[int]]) -> None:
+        self.requests = requests
+        self._pool = ThreadPoolExecutor(1)
+        self._answers = self._pool.submit(asyncio.run, call_all(port, requests))
+
+    def answers(self) -> list[Answer]:
+        answers = self._answers.result(30)
+        self._pool.shutdown()
+        return answers
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_callers_who_leave_disturb_no_one(
+    serve: Serve, num_devices: int, log: pytest.LogCaptureFixture
+) -> None:
+    served = serve(*(FakeEncoder(slowly) for _ in range(num_devices)))
+    wanted, rng = requests(150), random.Random(1)
+    leavers = set(rng.sample(range(len(wanted)), 45))
+
+    async def act(index: int) -> Answer | None:
+        await asyncio.sleep(index / 500)
+        request = request_of(*wanted[index])
+        if index not in leavers:
+            return await call(served.port, request)
+        num_bytes = rng.choice([len(request), len(request), rng.randrange(len(request))])
+        await leave(
+            served.port, request, num_bytes=num_bytes, wait_s=rng.uniform(0, 0.06), reset=index % 2 == 0
+        )
+        return None
+
+    async def everyone() -> list[Answer | None]:
+        return await asyncio.gather(*(act(index) for index in range(len(wanted))))
+
+    answers = asyncio.run(everyone())
+    stayed = [(answer, wanted[index]) for index, answer in enumerate(answers) if answer is not None]
+    check_answered([answer for answer, _ in stayed], [levels for _, levels in stayed])
+    statuses = served.check_settled(len(wanted))
+    assert set(statuses) == {200, 499}
+    assert 10 <= statuses[499] <= 45  # some leave when their answer has just been sent
+    assert complaints(log) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [(FakeEncoder, RuntimeError), (FailingAtLaunch, torch.OutOfMemoryError)]
+)
+def test_an_image_that_fails_does_not_take_its_neighbours_along(
+    serve: Serve, kind: type[FakeEncoder], error: type[Exception], log: pytest.LogCaptureFixture
+) -> None:
+    def fail(items: Sequence[EncodeItem]) -> None:
+        slowly(items)
+        if any(levels_of(item) in (66, 77) for item in items):
+            raise error("odd shape")
+
+    served = serve(kind(fail))
+    wanted = [*requests(60, levels=range(80, 250)), [66], [90, 77, 91], [92, 66, 77]]
+    random.Random(2).shuffle(wanted)
+    answers = asyncio.run(call_all(served.port, wanted))
+    broken = [(answer, levels) for answer, levels in zip(answers, wanted, strict=True) if min(levels) < 80]
+    for answer, levels in broken:
+        assert (answer.status, answer.code) == (500, "internal_error")
+        culprits = [f"images[{index}]" for index, level in enumerate(levels) if level < 80]
+        assert answer.body["error"]["param"] in culprits
+        assert "odd shape" not in str(answer.body)
+    fine = [(answer, levels) for answer, levels in zip(answers, wanted, strict=True) if min(levels) >= 80]
+    check_answered([answer for answer, _ in fine], [levels for _, levels in fine])
+    assert served.check_settled(len(wanted)) == {200: 60, 500: 3}
+    assert len(complaints(log)) == 3
+    assert served.engine.state is State.READY
+
+
+def test_a_body_that_is_late_is_its_callers_fault(serve: Serve) -> None:
+    served = serve(FakeEncoder(), request_timeout_s=0.3, body_timeout_s=0.3)
+    upload = HeldUpload(served.port)
+    assert served.check_settled(1) == {408: 1}
+    upload.leave()
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_deadline_does_not_wait_for_the_device(
+    serve: Serve, num_devices: int, gate: threading.Event, log: pytest.LogCaptureFixture
+) -> None:
+    served = serve(*(FakeEncoder(Held(gate)) for _ in range(num_devices)), request_timeout_s=0.5)
+    late = requests(40)
+    answers = asyncio.run(call_all(served.port, late))  # comes back while the devices still hold
+    assert Counter((answer.status, answer.code) for answer in answers) == {(504, "deadline_exceeded"): 40}
+    assert served.scrape().total("queue_images") == 0
+    gate.set()
+    in_time = requests(20, seed=1)
+    check_answered(asyncio.run(call_all(served.port, in_time)), in_time)
+    assert served.check_settled(60) == {200: 20, 504: 40}
+    encoded = sum(len(items) for encoder in served.encoders for items in encoder.batches)
+    assert encoded == served.scrape().total("images_total") < sum(map(len, late + in_time))
+    assert complaints(log) == []
+
+
+def test_a_slow_device_answers_those_in_time_and_no_one_late(
+    serve: Serve, log: pytest.LogCaptureFixture
+) -> None:
+    def very_slowly(items: Sequence[EncodeItem]) -> None:
+        time.sleep(0.05)
+
+    served = serve(FakeEncoder(very_slowly), request_timeout_s=0.8)
+    wanted = requests(120)
+    answers = asyncio.run(call_all(served.port, wanted))
+    fine = [(answer, levels) for answer, levels in zip(answers, wanted, strict=True) if answer.status == 200]
+    check_answered([answer for answer, _ in fine], [levels for _, levels in fine])
+    statuses = served.check_settled(120)
+    assert set(statuses) == {200, 504}
+    assert complaints(log) == []
+
+
+def test_a_stop_without_delay_finishes_what_was_let_in(
+    serve: Serve, gate: threading.Event, log: pytest.LogCaptureFixture
+) -> None:
+    served = serve(FakeEncoder(Held(gate)))
+    let_in = InBackground(served.port, requests(40))
+    served.wait_until_in_flight(40)
+    served.stop()
+    served.wait_for(State.DRAINING)
+    newcomers = asyncio.run(call_all(served.port, requests(5)))
+    assert {(answer.status, answer.code) for answer in newcomers} == {(503, "draining")}
+    gate.set()
+    check_answered(let_in.answers(), let_in.requests)
+    served.wait_for_the_end()
+    assert served.check_settled(45) == {200: 40, 503: 5}
+    assert complaints(log) == []
+
+
+def test_a_stop_with_a_delay_still_lets_in_until_it_is_over(
+    serve: Serve, gate: threading.Event, log: pytest.LogCaptureFixture
+) -> None:
+    served = serve(FakeEncoder(Held(gate)), shutdown_delay_s=1.0)
+    let_in = InBackground(served.port, requests(20))
+    served.wait_until_in_flight(20)
+    served.stop()
+    served.wait_for(State.LEAVING)
+    late = InBackground(served.port, requests(20, seed=1))
+    served.wait_until_in_flight(40)
+    assert served.engine.state is State.LEAVING
+    assert httpx.get(f"http://127.0.0.1:{served.port}/readyz").json()["error"]["code"] == "draining"
+    served.wait_for(State.DRAINING)
+    [newcomer] = asyncio.run(call_all(served.port, [[5]]))
+    assert (newcomer.status, newcomer.code) == (503, "draining")
+    gate.set()
+    for callers in (let_in, late):
+        check_answered(callers.answers(), callers.requests)
+    served.wait_for_the_end()
+    assert served.check_settled(41) == {200: 40, 503: 1}
+    assert complaints(log) == []
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_device_error_is_the_answer_to_those_that_it_had(
+    serve: Serve, num_devices: int, gate: threading.Event, log: pytest.LogCaptureFixture
+) -> None:
+    lost, healthy = Held(gate, torch.AcceleratorError("illegal memory access")), Held(gate)
+    served = serve(*[FakeEncoder(lost), FakeEncoder(healthy)][:num_devices])
+    callers = InBackground(served.port, requests(60))
+    upload = HeldUpload(served.port)
+    served.wait_until_in_flight(61)
+    eventually(lost.is_at_work.is_set)
+    gate.set()
+    check_lost(served, callers, upload, num_devices, log)
+    assert "illegal memory access" in complaints(log)[0]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_stuck_device_is_given_up(
+    serve: Serve, num_devices: int, gate: threading.Event, log: pytest.LogCaptureFixture
+) -> None:
+    encoders = [FakeEncoder(Held(gate)), FakeEncoder(slowly)][:num_devices]
+    served = serve(*encoders, device_timeout_s=1)
+    upload = HeldUpload(served.port)
+    served.wait_until_in_flight(1)
+    callers = InBackground(served.port, requests(60))
+    check_lost(served, callers, upload, num_devices, log)
+    assert "finished nothing for 1 s" in complaints(log)[0]
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_launching_thread_that_is_killed_is_a_lost_device(
+    serve: Serve, num_devices: int, log: pytest.LogCaptureFixture
+) -> None:
+    served = serve(*(FakeEncoder(slowly) for _ in range(num_devices)))
+    first = requests(10)
+    check_answered(asyncio.run(call_all(served.port, first)), first)
+    eventually(lambda: served.engine.idle)
+    upload = HeldUpload(served.port)
+    served.wait_until_in_flight(1)
+    kill("replica-fake_0" if num_devices == 1 else "replica-fake:0_0")  # which waits for a batch
+    callers = InBackground(served.port, requests(30))
+    check_lost(served, callers, upload, num_devices, log, num_before=10)
+    assert "SystemExit" in complaints(log)[0]
+
+
+def test_a_finishing_thread_that_is_killed_makes_a_stuck_device(
+    serve: Serve, log: pytest.LogCaptureFixture
+) -> None:
+    served = serve(FakeEncoder(slowly), device_timeout_s=1)
+    [first] = asyncio.run(call_all(served.port, [[9]]))
+    assert first.status == 200
+    eventually(lambda: served.engine.idle)
+    upload = HeldUpload(served.port)
+    served.wait_until_in_flight(1)
+    kill("results-fake_0")
+    callers = InBackground(served.port, requests(20))
+    check_lost(served, callers, upload, 1, log, num_before=1, num_lines=2)  # the library says it, too
+    assert "finished nothing" in complaints(log)[1]
+    served.replicas[0]._places.release()  # else the launching thread would keep the tests from ending
+
+
+@pytest.mark.parametrize(
+    ("kind", "thread"), [(FailingAtLaunch, "replica-fake_0"), (FakeEncoder, "results-fake_0")]
+)
+def test_a_thread_that_is_interrupted_in_a_batch_repeats_it(
+    serve: Serve,
+    kind: type[FakeEncoder],
+    thread: str,
+    gate: threading.Event,
+    log: pytest.LogCaptureFixture,
+) -> None:
+    held = Held(gate)
+    served = serve(kind(held), max_wait_ms=200.0)  # for a first batch of several images
+    callers = InBackground(served.port, requests(40))
+    eventually(held.is_at_work.is_set)
+    served.wait_until_in_flight(40)
+    kill(thread)
+    time.sleep(0.05)
+    gate.set()
+    check_answered(callers.answers(), callers.requests)
+    assert served.check_settled(40) == {200: 40}
+    assert complaints(log) == []
+
+
+def check_lost(
+    served: Served,
+    callers: InBackground,
+    upload: HeldUpload,
+    num_devices: int,
+    log: pytest.LogCaptureFixture,
+    *,
+    num_before: int = 0,
+    num_lines: int = 1,
+) -> None:
+    """One device is lost. The other, if there is one, ends what is left; then the server ends itself.
+
+    `upload` keeps it from ending before every caller was let in or refused.
+    """
+    answers = callers.answers()
+    refused = [answer for answer in answers if answer.status != 200]
+    assert {(answer.status, answer.code) for answer in refused} <= {(503, "device_failed")}
+    assert all(answer.headers["retry-after"] == "5" for answer in refused)
+    fine = [
+        (answer, levels)
+        for answer, levels in zip(answers, callers.requests, strict=True)
+        if answer.status == 200
+    ]
+    check_answered([answer for answer, _ in fine], [levels for _, levels in fine])
+    if num_devices == 1:
+        assert fine == []
+    assert httpx.get(f"http://127.0.0.1:{served.port}/healthz").status_code == 503
+    upload.leave()
+    served.wait_for_the_end()
+    assert served.engine.state is State.FAILED  # which the process exits 1 for
+    assert served.check_settled(len(answers) + num_before + 1)[499] == 1
+    assert served.scrape().total("device_up") == num_devices - 1
+    assert len([line for line in complaints(log) if "ends without it" not in line]) == num_lines
