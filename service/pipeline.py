@@ -182,8 +182,8 @@ class Pipeline:
             files = await self._fetch(images, context)
             permit.cover(sum(map(len, files)))
             started = time.perf_counter()
-            preparation = self._preparer.start(files, options, ticket, self._source.encoder)
             try:
+                preparation = self._preparer.start(files, options, ticket, self._source.encoder)
                 embeddings = await ticket.embeddings()
             except Abandoned:
                 raise ClientDisconnect from None
