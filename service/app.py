@@ -25,19 +25,20 @@ from service.metrics import Metrics
 from service.middleware import RequestMiddleware, raise_api_error
 from service.pipeline import Pipeline
 from service.replicas import load_replicas
-from service.routes import docs, embed, info, metrics, probes
+from service.routes import docs, embed, embeddings, info, metrics, probes
 from service.routes.route import RawRoute
 from service.settings import Settings
 from service.version import find_version
 
 logger = logging.getLogger(__name__)
 
-COUNTED_ROUTES = (embed.PATH, *info.PATHS, metrics.PATH, *docs.PATHS)
+COUNTED_ROUTES = (embed.PATH, embeddings.PATH, *info.PATHS, metrics.PATH, *docs.PATHS)
 
 _DESCRIPTION = """Image embeddings from the vision transformer of a Qwen3-VL checkpoint.
 
     curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' http://localhost:8080/embed
 """
+_BRACES = str.maketrans("", "", "{}")
 _DEMO = "\n**This server runs the demo model: its weights are random and its embeddings mean nothing.**\n"
 
 
@@ -84,12 +85,14 @@ def create_app(
         RequestMiddleware,
         metrics=counters,
         probes=frozenset(probes.PATHS),
-        guarded=frozenset([embed.PATH]),
+        guarded=frozenset([embed.PATH, embeddings.PATH]),
         check=engine.check_room,
     )
     app.add_exception_handler(HTTPException, raise_api_error)
     app.router.route_class = RawRoute
-    embed.add_routes(app.router, engine, Pipeline(settings, engine, engine.batcher, budget, executor))
+    pipeline = Pipeline(settings, engine, engine.batcher, budget, executor)
+    embed.add_routes(app.router, engine, pipeline)
+    embeddings.add_routes(app.router, engine, pipeline)
     probes.add_routes(app.router, engine)
     info.add_routes(app.router, settings, engine, own_version)
     metrics.add_routes(app.router, registry)
@@ -107,6 +110,7 @@ async def _lifespan(
     watching = asyncio.create_task(engine.watch(settings.device_timeout_s))
     yield
     watching.cancel()
+    await asyncio.wait([watching])
     engine.drain()
     if not engine.close():
         logger.warning("a device is loading, busy or lost; the process ends without it")
@@ -115,4 +119,4 @@ async def _lifespan(
 
 def _operation_id(route: APIRoute) -> str:
     """A path's name in OpenAPI: `v1_models` for `/v1/models`."""
-    return route.path.strip("/").replace("/", "_")
+    return route.path_format.strip("/").replace("/", "_").translate(_BRACES)

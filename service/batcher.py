@@ -102,9 +102,9 @@ class Batcher:
         self._waiting: OrderedDict[_Entry, None] = OrderedDict()
         self._entries: dict[Ticket, list[_Entry]] = {}  # of requests that were queued and have not ended
         self._devices: dict[str, _Device] = {}
-        self._reserved_tokens = 0  # admitted, and not taken by a device yet
         self._waiting_tokens = 0
         self._is_closed = False
+        self.reserved_tokens = 0  # admitted, and not taken by a device yet
 
     # For the metrics
 
@@ -130,7 +130,7 @@ class Batcher:
 
     def check_room(self) -> None:
         """Raises `TooManyRequests` where not one token more would be admitted."""
-        if self._reserved_tokens >= self.limit_tokens:
+        if self.reserved_tokens >= self.limit_tokens:
             raise self._full()
 
     def admit(self, ticket: Ticket, num_tokens: int) -> None:
@@ -147,10 +147,10 @@ class Batcher:
         with self._changed:
             if self._has_lost_all:
                 raise _device_failed()
-            if self._reserved_tokens + num_tokens > self.limit_tokens:
+            if self.reserved_tokens + num_tokens > self.limit_tokens:
                 raise self._full()
             if not ticket.ended:
-                self._reserved_tokens += num_tokens
+                self.reserved_tokens += num_tokens
                 ticket.reserved_tokens = num_tokens
 
     def put(self, ticket: Ticket, items: Sequence[EncodeItem]) -> None:
@@ -196,6 +196,8 @@ class Batcher:
                     batch: Future[BatchResult] = Future()
                     device.started(batch, entries)
                     batch.add_done_callback(partial(self._finished, name))
+                    if self._waiting:  # busy devices may have left it to this one, which was idle
+                        self._changed.notify_all()
                     return [entry.item for entry in entries], batch
                 device.is_waiting = True
                 self._changed.wait(wait_s)
@@ -209,6 +211,8 @@ class Batcher:
             if device.is_lost:
                 return
             device.is_lost = True
+        self._on_lost(error)  # before any caller can be told, and ask a probe
+        with self._changed:
             lost = [entry.ticket for entries in device.batches.values() for entry in entries]
             device.batches.clear()
             if self._has_lost_all:
@@ -216,7 +220,6 @@ class Batcher:
             for ticket in lost:
                 self._end(ticket, _device_failed())
             self._changed.notify_all()
-        self._on_lost(error)
 
     def is_lost(self, name: str) -> bool:
         """Whether a device has been given up."""
@@ -258,7 +261,7 @@ class Batcher:
                 self._retry(entries, error)
             self._changed.notify_all()
 
-    # All below is called under the lock
+    # All below is called under the lock; `_full` also without it, where it may be a little out of date
 
     @property
     def _has_lost_all(self) -> bool:
@@ -304,7 +307,7 @@ class Batcher:
         del self._waiting[entry]
         self._waiting_tokens -= entry.num_tokens
         if not entry.is_retry:
-            self._reserved_tokens -= entry.num_tokens
+            self.reserved_tokens -= entry.num_tokens
             entry.ticket.reserved_tokens -= entry.num_tokens
 
     def _hand_out(self, entries: Sequence[_Entry], result: BatchResult) -> None:
@@ -333,13 +336,13 @@ class Batcher:
         for entry in self._entries.pop(ticket, ()):
             if entry in self._waiting:
                 self._remove(entry)
-        self._reserved_tokens -= ticket.reserved_tokens
+        self.reserved_tokens -= ticket.reserved_tokens
         ticket.failed(error)
         settle([ticket])
 
     def _full(self) -> TooManyRequests:
         rate = sum(device.tokens_per_s for device in self._devices.values() if not device.is_lost)
-        seconds = math.ceil(self._reserved_tokens / rate) if rate else _MIN_RETRY_AFTER_S
+        seconds = math.ceil(self.reserved_tokens / rate) if rate else _MIN_RETRY_AFTER_S
         return TooManyRequests(
             "the queue is full",
             code="queue_full",

@@ -1,4 +1,4 @@
-"""Reading the body of `POST /embed` within its limits, in its three forms.
+"""Reading a body within its limits: of `POST /embed` in its three forms, of `POST /v1/embeddings` in its one.
 
 Knows content types, sizes and time; knows nothing of what an image is, of the values of options or of HTTP
 frameworks.
@@ -22,6 +22,7 @@ from service.embed_body import (
 from service.errors import BadRequest, BodyTimeout, TooLarge, UnsupportedMedia
 from service.json_body import JsonForm
 from service.multipart import MultipartForm
+from service.openai_body import OpenAIForm, ServedModel
 
 _SERVED_TYPES = "image/*, application/octet-stream, multipart/form-data and application/json"
 _HINT = "for one image send its bytes: curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' URL"
@@ -37,13 +38,38 @@ async def read_embed_body(
     limits: BodyLimits,
     run_blocking: RunBlocking,
 ) -> EmbedBody:
-    """Reads a body as its content type says.
+    """Reads a body of `/embed` as its content type says.
 
     `run_blocking` is used for large bodies only. Nothing is read where the two headers tell already that
     the body will be refused. Raises `ApiError`; what `chunks` raises, such as that the client left, passes
     through.
     """
-    form = _form(content_type, limits)
+    return await _read(_form(content_type, limits), content_length, chunks, limits, run_blocking)
+
+
+async def read_openai_body(
+    content_type: str | None,
+    content_length: str | None,
+    chunks: AsyncIterator[bytes],
+    limits: BodyLimits,
+    run_blocking: RunBlocking,
+    served: ServedModel,
+) -> EmbedBody:
+    """Reads a body of `/v1/embeddings`, which is JSON. As `read_embed_body` otherwise."""
+    if _parse(content_type or "")[0] != b"application/json":
+        raise UnsupportedMedia(
+            "the body must be JSON, with the Content-Type application/json", code="unsupported_content_type"
+        )
+    return await _read(OpenAIForm(limits, served), content_length, chunks, limits, run_blocking)
+
+
+async def _read(
+    form: BodyForm,
+    content_length: str | None,
+    chunks: AsyncIterator[bytes],
+    limits: BodyLimits,
+    run_blocking: RunBlocking,
+) -> EmbedBody:
     _check_length(content_length, limits)
     num_bytes = 0
     try:

@@ -15,6 +15,9 @@ TORCH_DTYPES: Mapping[DtypeName, torch.dtype] = {
 }
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+_NAMES: Mapping[torch.dtype, DtypeName] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> DtypeName:
     """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
+    return _NAMES[dtype]

@@ -1,10 +1,10 @@
-"""What a body of `POST /embed` holds, whatever its form: its limits, and the errors that all forms share.
+"""What a body with images holds, whatever its form: its limits, and the errors that all forms share.
 
 Knows nothing of the forms."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, TypeVarTuple
 
@@ -36,6 +36,19 @@ class RunBlocking(Protocol):
     """Runs a function off the event loop, such as in a thread pool."""
 
     def __call__(self, fn: Callable[[*Ts], T], /, *args: *Ts) -> Awaitable[T]: ...
+
+
+class ReadBody(Protocol):
+    """Reads a body by its content type, its content length and its chunks."""
+
+    def __call__(
+        self,
+        content_type: str | None,
+        content_length: str | None,
+        chunks: AsyncIterator[bytes],
+        limits: BodyLimits,
+        run_blocking: RunBlocking,
+    ) -> Awaitable[EmbedBody]: ...
 
 
 # A hop to another thread costs as much as copying this many bytes.

@@ -81,6 +81,9 @@ class Engine:
             self.batcher.add_device(device)
         for replica in group.replicas:
             replica.ready.add_done_callback(partial(self._on_loaded, replica))
+            # Behind the loading, in the same thread. Nothing is queued before all are loaded.
+            serving = replica.serve(partial(self.batcher.take, replica.name))
+            serving.add_done_callback(partial(self._on_served, replica))
 
     def _on_loaded(self, replica: Replica, ready: Future[VisionEncoder]) -> None:
         """Runs in the replica's thread."""
@@ -88,14 +91,14 @@ class Engine:
         if error is not None:
             self._on_load_failed(error)
         else:
-            self._serve(replica, ready.result())
+            self._show(replica, ready.result())
         with self._lock:
             self._loading.remove(replica.name)
             is_last = not self._loading
         if is_last and error is None:
             self._on_all_loaded(ready.result())
 
-    def _serve(self, replica: Replica, encoder: VisionEncoder) -> None:
+    def _show(self, replica: Replica, encoder: VisionEncoder) -> None:
         self._metrics.set_graphs(
             replica.name,
             sorted(encoder.graphs.graphs),
@@ -103,8 +106,6 @@ class Engine:
             capture_seconds=encoder.graphs.capture_seconds,
         )
         self._metrics.set_device_up(replica.name, True)
-        serving = replica.serve(partial(self.batcher.take, replica.name))
-        serving.add_done_callback(partial(self._on_served, replica.name))
 
     def _on_all_loaded(self, encoder: VisionEncoder) -> None:
         self._encoder = encoder
@@ -168,11 +169,11 @@ class Engine:
         finally:
             self.num_admitted -= 1
 
-    def _on_served(self, device: str, serving: Future[None]) -> None:
+    def _on_served(self, replica: Replica, serving: Future[None]) -> None:
         """A thread that takes no batches any more, and was not told to end, has lost its device."""
         error = serving.exception()
-        if error is not None:
-            self.batcher.lose(device, DeviceError(device, error))
+        if error is not None and replica.ready.exception() is None:
+            self.batcher.lose(replica.name, DeviceError(replica.name, error))
 
     def _lose_device(self, error: DeviceError) -> None:
         """One lost device ends the process, once the others have finished what was admitted."""

@@ -2,7 +2,7 @@
 
 ApiError
 ├── BadRequest            400   (code given where it is raised)
-├── NotFound              404   not_found
+├── NotFound              404   not_found · model_not_found
 ├── MethodNotAllowed      405   method_not_allowed
 ├── NotAcceptable         406   not_acceptable
 ├── BodyTimeout           408   body_timeout
@@ -33,7 +33,9 @@ ErrorCode = Literal[
     "option_conflict",
     "response_too_large",
     "url_not_allowed",
+    "text_not_supported",
     "not_found",
+    "model_not_found",
     "method_not_allowed",
     "not_acceptable",
     "body_timeout",

@@ -1,4 +1,4 @@
-"""The JSON form of a body: `{"images": [item, …], …options}`.
+"""The JSON form of a body of `/embed`, `{"images": [item, …], …options}`, and what all JSON bodies share.
 
 Knows the shape of the document; how an image is written as text is `inline_images`' affair.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NoReturn
 
 from service.embed_body import (
@@ -21,7 +22,7 @@ from service.inline_images import decode_base64, decode_item, decode_url
 from service.options import OPTION_NAMES
 
 # Larger documents are parsed off the event loop; below this a hop to another thread costs more.
-_MAX_INLINE_BYTES = 2**16
+MAX_INLINE_BYTES = 2**16
 # A body full of tiny values would take many times its size in memory. Base64 has none of these characters.
 _MAX_STRUCTURAL_CHARS = 100_000
 
@@ -39,7 +40,7 @@ class JsonForm:
         self._num_bytes += len(chunk)
 
     async def finish(self, run_blocking: RunBlocking) -> EmbedBody:
-        if self._num_bytes > _MAX_INLINE_BYTES:
+        if self._num_bytes > MAX_INLINE_BYTES:
             return await run_blocking(parse_json_body, self._chunks, self._limits)
         return parse_json_body(self._chunks, self._limits)
 
@@ -51,7 +52,7 @@ def parse_json_body(chunks: list[bytes], limits: BodyLimits) -> EmbedBody:
     """
     body = b"".join(chunks)
     chunks.clear()
-    document = _load(body)
+    document = load_json(body)
     if not isinstance(document, dict):
         raise InvalidShape('the body must be an object such as {"images": ["<base64>"]}')
     for name in document:
@@ -63,8 +64,15 @@ def parse_json_body(chunks: list[bytes], limits: BodyLimits) -> EmbedBody:
     return EmbedBody(_images(document["images"], limits), options)
 
 
-def _load(body: bytes) -> object:
-    """The document. Numbers, for which there is no use in it, become `None`.
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number of a document, as it stands there: no digit of it costs time."""
+
+    text: str
+
+
+def load_json(body: bytes) -> object:
+    """The document, each number in it a `Number`. Raises `BadRequest`.
 
     The largest body holds the interpreter lock for about 0.1 s. orjson holds it as long, as most of that is
     the copy of a string, and lets a member stand twice.
@@ -75,8 +83,8 @@ def _load(body: bytes) -> object:
         return json.loads(
             body.decode("utf-8-sig"),
             object_pairs_hook=_object,
-            parse_int=_number,
-            parse_float=_number,
+            parse_int=Number,
+            parse_float=Number,
             parse_constant=_refuse_constant,
         )
     except UnicodeDecodeError:
@@ -95,10 +103,6 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return members
 
 
-def _number(_text: str) -> None:
-    return None
-
-
 def _refuse_constant(text: str) -> NoReturn:
     raise BadRequest(f"{text} is not JSON", code="invalid_json")
 
@@ -113,10 +117,11 @@ def _images(value: object, limits: BodyLimits) -> tuple[bytes, ...]:
     items = value if isinstance(value, list) else [value]
     if len(items) > limits.max_images:
         raise too_many_images(limits)
-    return check_images([_image(item, index, limits.max_image_bytes) for index, item in enumerate(items)])
+    return check_images([read_item(item, index, limits.max_image_bytes) for index, item in enumerate(items)])
 
 
-def _image(item: object, index: int, max_bytes: int) -> bytes:
+def read_item(item: object, index: int, max_bytes: int) -> bytes:
+    """The image that an item of a document is. Raises `ApiError`, which names it by `index`."""
     try:
         return _decode(item, max_bytes)
     except ApiError as error:

@@ -80,9 +80,10 @@ class RequestMiddleware:
         except asyncio.CancelledError:
             if exchange.started:
                 raise
-            await exchange.send_error(
-                Unavailable("the server stopped before it could answer", code="draining")
-            )
+            cut_off = Unavailable("the server stopped before it could answer", code="draining")
+            if log:
+                self._log(exchange, cut_off)
+            await exchange.send_error(cut_off)
         except Exception:
             logger.exception("%s failed", exchange.title, extra=exchange.log_members())
             if exchange.started:

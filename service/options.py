@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, TypeVar, cast, get_args
 from urllib.parse import parse_qsl
 
 from models import OutputSpec
@@ -16,19 +16,28 @@ from service.errors import BadRequest, NotAcceptable, printable
 
 Pooling = Literal["mean", "none"]
 EncodingFormat = Literal["float", "base64"]
+Format = Literal["json", "safetensors", "npy", "vllm"]
+AnswerFormat = Format | Literal["openai"]  # the last is `/v1/embeddings`' own
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "pooling": ("mean", "none"),
     "dtype": tuple(TORCH_DTYPES),
     "encoding_format": ("float", "base64"),
-    "format": ("json",),
+    "format": get_args(Format),
 }
 FLAGS: tuple[str, ...] = ("normalize", "deepstack")
 OPTION_NAMES: tuple[str, ...] = ("pooling", "normalize", "deepstack", "dtype", "encoding_format", "format")
-MEDIA_TYPES: Mapping[str, str] = {"application/json": "json"}  # served media type → `format`
+# Served media type → `format`. A hand-off to an LLM server is asked for by name only.
+MEDIA_TYPES: Mapping[str, Format] = {
+    "application/json": "json",
+    "application/x-safetensors": "safetensors",
+    "application/x-npy": "npy",
+}
 
 # JSON of more numbers than this is slower to write and to read than any encoder, and some 50 MB large.
 MAX_JSON_FLOATS = 4_194_304
+
+T = TypeVar("T")
 
 _BOOLEANS: Mapping[str, bool] = {"true": True, "1": True, "false": False, "0": False}
 
@@ -40,8 +49,9 @@ class EmbedOptions:
     pooling: Pooling
     normalize: bool
     deepstack: bool
-    dtype: DtypeName
-    encoding_format: EncodingFormat
+    dtype: DtypeName | None  # None: the model's own
+    encoding_format: EncodingFormat | None  # None: no form in which there is a choice
+    format: AnswerFormat
 
     def output_spec(self) -> OutputSpec:
         """The same, in the encoder's terms."""
@@ -49,14 +59,21 @@ class EmbedOptions:
             pooled=self.pooling == "mean",
             normalize=self.normalize,
             deepstack=self.deepstack,
-            dtype=TORCH_DTYPES[self.dtype],
+            dtype=None if self.dtype is None else TORCH_DTYPES[self.dtype],
         )
 
     def check_size(self, *, num_images: int, num_tokens: int, hidden_size: int, width: int) -> None:
-        """Refuses a response of more JSON floats than may be sent, before anything is encoded.
+        """Refuses what cannot be answered, before anything is encoded.
 
+        That is more JSON floats than may be sent, and tokens of several images in one npy file.
         `num_tokens` is the sum over the images, `width` the columns of a token with its deepstack columns.
         """
+        if self.format == "npy" and self.pooling == "none" and num_images > 1:
+            raise _conflict(
+                "format",
+                "an npy file cannot say where the tokens of one image end; ask for format=safetensors, "
+                "or send one image",
+            )
         if self.encoding_format != "float":
             return
         rows = num_images if self.pooling == "mean" else num_tokens
@@ -64,7 +81,7 @@ class EmbedOptions:
         if num_floats > MAX_JSON_FLOATS:
             raise BadRequest(
                 f"the response would hold {num_floats} JSON floats, and at most {MAX_JSON_FLOATS} are sent; "
-                "ask for encoding_format=base64, or send fewer or smaller images",
+                "ask for encoding_format=base64 or, at /embed, for format=safetensors; or send fewer images",
                 code="response_too_large",
                 param="encoding_format",
             )
@@ -101,20 +118,38 @@ def resolve_options(sent: Mapping[str, str | bool], accept: str | None) -> Embed
     `invalid_option`, 400 `option_conflict`, and 406.
     """
     chosen, flags = _choices(sent), _flags(sent)
-    if "format" not in chosen and negotiate(accept, MEDIA_TYPES) is None:
-        raise NotAcceptable(
-            f"this route answers {', '.join(MEDIA_TYPES)}; the Accept header allows none of it"
-        )
-    pooling = cast(Pooling, chosen.get("pooling", "mean"))
-    options = EmbedOptions(
-        pooling=pooling,
-        normalize=flags.get("normalize", pooling == "mean"),
-        deepstack=flags.get("deepstack", False),
-        dtype=cast(DtypeName, chosen.get("dtype", "float32")),
-        encoding_format=cast(EncodingFormat, chosen.get("encoding_format", "float")),
+    form = cast(Format, chosen["format"]) if "format" in chosen else acceptable(accept, MEDIA_TYPES)
+    values = {**_defaults(form, chosen.get("pooling")), **chosen, **flags, "format": form}
+    _refuse_conflicts(values)
+    return EmbedOptions(
+        pooling=cast(Pooling, values["pooling"]),
+        normalize=bool(values["normalize"]),
+        deepstack=bool(values["deepstack"]),
+        dtype=cast(DtypeName | None, values.get("dtype")),
+        encoding_format=cast(EncodingFormat | None, values.get("encoding_format")),
+        format=form,
     )
-    _refuse_conflicts(vars(options))
-    return options
+
+
+def openai_options(sent: Mapping[str, str | bool], accept: str | None) -> EmbedOptions:
+    """What `/v1/embeddings` answers: unit vectors in float32. Raises as `resolve_options` does."""
+    acceptable(accept, {"application/json": "openai"})
+    encoding_format = _choices({"encoding_format": "float", **sent})["encoding_format"]
+    return EmbedOptions("mean", True, False, "float32", cast(EncodingFormat, encoding_format), "openai")
+
+
+def _defaults(form: Format, pooling: str | None) -> dict[str, str | bool]:
+    """The options that apply to a form of answer, where nothing else is said."""
+    if form == "vllm":
+        return {"pooling": "none", "normalize": False, "deepstack": True}
+    pooled = pooling in (None, "mean")
+    defaults: dict[str, str | bool] = {
+        "pooling": "mean",
+        "normalize": pooled,
+        "deepstack": False,
+        "dtype": "float32",
+    }
+    return defaults | {"encoding_format": "float"} if form == "json" else defaults
 
 
 def _choices(sent: Mapping[str, str | bool]) -> dict[str, str]:
@@ -127,7 +162,13 @@ def _flags(sent: Mapping[str, str | bool]) -> dict[str, bool]:
 
 def _refuse_conflicts(values: Mapping[str, str | bool]) -> None:
     """Looks at the options that are there; one that is missing conflicts with none."""
-    pooling, dtype = values.get("pooling"), values.get("dtype", "float32")
+    pooling, dtype, form = values.get("pooling"), values.get("dtype", "float32"), values.get("format")
+    if form == "vllm":
+        _refuse_parts_of_tokens(values)
+    if "encoding_format" in values and form not in (None, "json"):
+        raise _conflict("encoding_format", "encoding_format is for format=json only")
+    if form == "npy" and dtype == "bfloat16":
+        raise _conflict("dtype", "npy has no bfloat16; ask for another dtype, or for format=safetensors")
     if values.get("normalize") and pooling == "none":
         raise _conflict("normalize", "normalize=true applies to pooling=mean only")
     if values.get("deepstack") and pooling == "mean":
@@ -136,8 +177,16 @@ def _refuse_conflicts(values: Mapping[str, str | bool]) -> None:
         )
     if values.get("encoding_format") == "float" and dtype != "float32":
         raise _conflict(
-            "dtype", f"JSON floats are float32; ask for dtype={dtype} with encoding_format=base64"
+            "dtype",
+            f"JSON floats are float32; dtype={dtype} needs encoding_format=base64 or format=safetensors",
         )
+
+
+def _refuse_parts_of_tokens(values: Mapping[str, str | bool]) -> None:
+    """An LLM server takes all tokens with all their columns, as the encoder made them."""
+    for name, refused in (("pooling", "mean"), ("normalize", True), ("deepstack", False)):
+        if values.get(name) == refused:
+            raise _conflict(name, "format=vllm is always of pooling=none with deepstack=true")
 
 
 def _conflict(name: str, message: str) -> BadRequest:
@@ -168,7 +217,15 @@ def _quoted(text: str) -> str:
     return f'"{printable(text)}"'
 
 
-def negotiate(accept: str | None, served: Mapping[str, str]) -> str | None:
+def acceptable(accept: str | None, served: Mapping[str, T]) -> T:
+    """As `negotiate`. Raises `NotAcceptable` (406) where the header allows none of `served`."""
+    form = negotiate(accept, served)
+    if form is None:
+        raise NotAcceptable(f"this route answers {', '.join(served)}; the Accept header allows none of it")
+    return form
+
+
+def negotiate(accept: str | None, served: Mapping[str, T]) -> T | None:
     """The format that an `Accept` header prefers among `served` (media type → format), or None.
 
     Without a header, or between equals, the first one served. Source: RFC 9110, section 12.5.1.
@@ -176,7 +233,8 @@ def negotiate(accept: str | None, served: Mapping[str, str]) -> str | None:
     if not accept or accept == "*/*":
         return next(iter(served.values()))
     ranges = _accept_ranges(accept)
-    best, best_quality = None, 0.0
+    best: T | None = None
+    best_quality = 0.0
     for media_type, name in served.items():
         quality = _quality(media_type, ranges)
         if quality > best_quality:

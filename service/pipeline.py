@@ -1,4 +1,4 @@
-"""The map of one request to `/embed`, from its bytes to those of the answer.
+"""The map of one request for embeddings, from its bytes to those of the answer.
 
     read ─► options ─► headers checked ─► decoded and resized ─► queued ─► encoded ─► serialized
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import Protocol, TypeVar, TypeVarTuple
 
 import torch
@@ -20,14 +21,15 @@ from starlette.requests import ClientDisconnect
 from models import VisionEncoder
 from service.admission import ByteBudget, Permit
 from service.batcher import Batcher
-from service.body import read_embed_body, takes_options
+from service.body import read_embed_body, read_openai_body, takes_options
 from service.caller import watch
 from service.context import RequestContext, context_of
-from service.embed_body import BodyLimits, EmbedBody
-from service.encoding import ImageFacts, ModelIdentity, encode_json
+from service.embed_body import BodyLimits, EmbedBody, ReadBody
+from service.encoding import Answer, ImageFacts, ModelIdentity, encode
 from service.errors import BodyTimeout, DeadlineExceeded, UnsupportedMedia
 from service.images import ImageLimits
-from service.options import EmbedOptions, check_options, read_query, resolve_options
+from service.openai_body import ServedModel
+from service.options import EmbedOptions, check_options, openai_options, read_query, resolve_options
 from service.preparation import Preparer
 from service.settings import Settings
 from service.ticket import Abandoned, Ticket
@@ -71,31 +73,30 @@ class Pipeline:
             timeout_s=settings.body_timeout_s,
         )
 
-    async def embed(self, request: Request) -> bytes:
-        """The JSON body of the answer. Raises `ApiError`, or `ClientDisconnect` once the caller has left."""
+    async def embed(self, request: Request) -> Answer:
+        """Answers `/embed`. Raises `ApiError`, or `ClientDisconnect` once the caller has left."""
+        return await self._bounded(request, self._embed)
+
+    async def embed_openai(self, request: Request) -> Answer:
+        """Answers `/v1/embeddings`. Raises as `embed` does."""
+        return await self._bounded(request, self._embed_openai)
+
+    async def _bounded(
+        self, request: Request, answer: Callable[[Request, RequestContext, Permit], Awaitable[Answer]]
+    ) -> Answer:
+        """Within the limits on time and on the bytes of all bodies."""
         context = context_of(request.scope)
-        deadline = context.started_at + self._timeout_s
+        rest_s = context.started_at + self._timeout_s - time.perf_counter()
         try:
-            async with asyncio.timeout(deadline - time.perf_counter()) as timeout:
-                return await self._embed(request, context, deadline)
+            async with asyncio.timeout(rest_s) as timeout:
+                with self._budget.permit(self._announced_bytes(request)) as permit:
+                    return await answer(request, context, permit)
         except TimeoutError:
             if not timeout.expired():
                 raise
-            if "read" in context.stages_s:
-                raise DeadlineExceeded from None
-            raise BodyTimeout(f"the body did not arrive within {self._timeout_s:g} s") from None
-
-    async def _embed(self, request: Request, context: RequestContext, deadline: float) -> bytes:
-        query = read_query(request.scope["query_string"])
-        if takes_options(request.headers.get("content-type")):
-            check_options(query)
-        else:
-            resolve_options(query, _accept(request))  # refuses what would be refused after the body
-        with self._budget.permit(self._announced_bytes(request)) as permit:
-            body = await self._read(request, context, permit)
-            options = resolve_options({**body.options, **query}, _accept(request))
-            facts, embeddings = await self._encode(request, body.images, options, context, deadline)
-            return await self._serialize(facts, options, embeddings, context)
+            if "read" not in context.stages_s:
+                raise BodyTimeout(f"the body did not arrive within {self._timeout_s:g} s") from None
+            raise DeadlineExceeded from None
 
     def _announced_bytes(self, request: Request) -> int:
         """How long the body says that it is; 0 where it does not say, or says what will be refused."""
@@ -104,7 +105,31 @@ class Pipeline:
         num_bytes = int(length) if is_number else 0
         return num_bytes if num_bytes <= self._body_limits.max_body_bytes else 0
 
-    async def _read(self, request: Request, context: RequestContext, permit: Permit) -> EmbedBody:
+    async def _embed(self, request: Request, context: RequestContext, permit: Permit) -> Answer:
+        query = read_query(request.scope["query_string"])
+        if takes_options(request.headers.get("content-type")):
+            check_options(query)
+        else:
+            resolve_options(query, _accept(request))  # refuses what would be refused after the body
+        body = await self._read(request, context, permit, read_embed_body)
+        options = resolve_options({**body.options, **query}, _accept(request))
+        return await self._answer(request, body, options, context)
+
+    async def _embed_openai(self, request: Request, context: RequestContext, permit: Permit) -> Answer:
+        served = ServedModel(self._model_name, self._source.encoder.hidden_size)
+        body = await self._read(request, context, permit, partial(read_openai_body, served=served))
+        options = openai_options(body.options, _accept(request))
+        return await self._answer(request, body, options, context)
+
+    async def _answer(
+        self, request: Request, body: EmbedBody, options: EmbedOptions, context: RequestContext
+    ) -> Answer:
+        facts, embeddings = await self._encode(request, body.images, options, context)
+        return await self._serialize(facts, options, embeddings, context)
+
+    async def _read(
+        self, request: Request, context: RequestContext, permit: Permit, read: ReadBody
+    ) -> EmbedBody:
         started = time.perf_counter()
         headers = request.headers
         if headers.get("content-encoding", "identity").lower() != "identity":
@@ -112,7 +137,7 @@ class Pipeline:
                 "a compressed body is not served; send it without Content-Encoding",
                 code="unsupported_content_type",
             )
-        body = await read_embed_body(
+        body = await read(
             headers.get("content-type"),
             headers.get("content-length"),
             _covered(request.stream(), permit),
@@ -128,11 +153,10 @@ class Pipeline:
         images: Sequence[bytes],
         options: EmbedOptions,
         context: RequestContext,
-        deadline: float,
     ) -> tuple[Sequence[ImageFacts], Sequence[torch.Tensor]]:
         """Decodes, queues and encodes: the ticket is at one of these steps until it ends."""
         started = time.perf_counter()
-        ticket = Ticket(deadline)
+        ticket = Ticket(context.started_at + self._timeout_s)
         with watch(request.receive, lambda: self._batcher.leave(ticket)):
             preparation = self._preparer.start(images, options, ticket, self._source.encoder)
             try:
@@ -150,14 +174,14 @@ class Pipeline:
         options: EmbedOptions,
         embeddings: Sequence[torch.Tensor],
         context: RequestContext,
-    ) -> bytes:
+    ) -> Answer:
         started = time.perf_counter()
         encoder = self._source.encoder
         model = ModelIdentity(self._model_name, encoder.revision, encoder.fingerprint)
         if sum(embedding.numel() for embedding in embeddings) <= _INLINE_NUMBERS:
-            answer = encode_json(model, options, facts, embeddings)
+            answer = encode(model, options, facts, embeddings)
         else:
-            answer = await self._run(encode_json, model, options, facts, embeddings)
+            answer = await self._run(encode, model, options, facts, embeddings)
         context.stages_s["serialize"] = time.perf_counter() - started
         return answer
 

@@ -67,9 +67,11 @@ class Preparation:
         self._encoder = encoder
         self._lock = threading.Lock()
         self._missing = len(images)
+        self._num_tokens: list[int] = []  # of the images, as their headers say
         self._items: list[EncodeItem | None] = [None] * len(images)
         self._facts: list[ImageFacts | None] = [None] * len(images)
-        self._errors: dict[int, Exception] = {}
+        self._first_broken = len(images)
+        self._error: Exception | None = None  # of that image
 
     @property
     def facts(self) -> list[ImageFacts]:
@@ -96,7 +98,8 @@ class Preparation:
         for index, image in enumerate(self._images):
             with _blaming(index):
                 header = read_header(image, shared.limits)
-                total += encoder.preprocessor.num_tokens(header.height, header.width)
+                num_tokens = encoder.preprocessor.num_tokens(header.height, header.width)
+                total += num_tokens
                 if total > shared.max_tokens:
                     raise TooLarge(
                         f"the images up to this one make {total} tokens, and a request may have "
@@ -104,6 +107,7 @@ class Preparation:
                         code="too_many_tokens",
                     )
             headers.append(header)
+            self._num_tokens.append(num_tokens)
         self._options.check_size(
             num_images=len(headers),
             num_tokens=total,
@@ -115,18 +119,21 @@ class Preparation:
 
     def decode(self, index: int, header: ImageHeader) -> None:
         """One image. Whoever is last queues them all, or ends the request with its first broken image."""
+        error: Exception | None = None
         try:
-            if not self._ticket.ended and min(self._errors, default=index) >= index:
+            if not self._ticket.ended and index < self._first_broken:
                 self._prepare(index, header)
-        except Exception as error:
-            self._errors[index] = error
+        except Exception as raised:
+            error = raised
         with self._lock:
+            if error is not None and index < self._first_broken:
+                self._first_broken, self._error = index, error
             self._missing -= 1
             is_last = not self._missing
         if not is_last:
             return
-        if self._errors:
-            self._shared.batcher.fail(self._ticket, self._errors[min(self._errors)])
+        if self._error is not None:
+            self._shared.batcher.fail(self._ticket, self._error)
         else:
             self._shared.batcher.put(self._ticket, [item for item in self._items if item is not None])
 
@@ -134,6 +141,8 @@ class Preparation:
         image = self._images[index]
         with _blaming(index):
             patches = self._encoder.preprocessor(header.decode())
+        admitted = self._num_tokens[index]
+        assert patches.num_tokens == admitted, f"{patches.num_tokens} tokens, and {admitted} were admitted"
         self._facts[index] = ImageFacts(
             num_tokens=patches.num_tokens,
             grid_thw=patches.grid_thw,

@@ -1,18 +1,15 @@
-"""The shapes of requests and answers: what `/openapi.json` says of them, and the answers that are small.
+"""The shapes of JSON answers: what `/openapi.json` says of them, and the answers that are small.
 
-`/embed` is not built from these: its numbers go from arrays to bytes directly, and a test holds it to them.
+Embeddings are not built from these: their numbers go from arrays to bytes, and tests hold them to these.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.errors import ErrorCode
-from service.options import CHOICES, FLAGS
-
-PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
 
 
 class Shape(BaseModel):
@@ -51,6 +48,53 @@ class EmbedResponse(Shape):
     dtype: Literal["float32", "float16", "bfloat16"]
     data: list[EmbeddingItem]
     usage: EmbedUsage
+
+
+class ImageEmbeds(Shape):
+    image_embeds: str = Field(
+        description="base64 of a file with the tokens [num_tokens, token_width]: of `torch.save` for "
+        "bfloat16, else `.npy`"
+    )
+    image_grid_thw: tuple[int, int, int] = Field(description="grid in patches, before the spatial merge")
+
+
+class ContentPart(Shape):
+    type: Literal["image_embeds"]
+    uuid: str = Field(
+        pattern="^vs1-[0-9a-f]{64}$",
+        description="key of the image in vLLM's caches: a hash over `fingerprint`, the image's SHA-256 and "
+        "`dtype`",
+    )
+    image_embeds: ImageEmbeds
+
+
+class VllmResponse(Shape):
+    model: str
+    revision: str | None
+    fingerprint: str
+    dtype: Literal["float32", "float16", "bfloat16"]
+    token_width: int = Field(description="columns of a token, its deepstack columns included")
+    content: list[ContentPart] = Field(description="one for each image, as they go into a chat message")
+
+
+class OpenAIEmbedding(Shape):
+    object: Literal["embedding"]
+    index: int = Field(description="position of the image in the request")
+    embedding: list[float] | str = Field(
+        description="with `encoding_format=base64` the little-endian float32 bytes"
+    )
+
+
+class OpenAIUsage(Shape):
+    prompt_tokens: int = Field(description="image tokens")
+    total_tokens: int
+
+
+class OpenAIResponse(Shape):
+    object: Literal["list"]
+    data: list[OpenAIEmbedding]
+    model: str
+    usage: OpenAIUsage
 
 
 class ErrorDetail(Shape):
@@ -119,110 +163,3 @@ class ModelCard(Shape):
 class ModelList(Shape):
     object: Literal["list"] = "list"
     data: list[ModelCard]
-
-
-_STATUS_TEXTS = {
-    400: "Not an image or a truncated one, malformed JSON or base64, options that cannot apply",
-    404: "No such path",
-    405: "The path does not take this method",
-    406: "The Accept header allows no format that is served",
-    408: "The body took too long to arrive",
-    413: "Over a limit: bytes, pixels, images or tokens",
-    415: "A content type or image format that is not served",
-    422: "JSON of the wrong shape",
-    431: "The headers are too large",
-    500: "The server failed; its log has the request id",
-    503: "Not ready, shutting down, or the device failed",
-}
-
-
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """What OpenAPI says of the errors of a route."""
-    return {status: {"model": ErrorResponse, "description": _STATUS_TEXTS[status]} for status in statuses}
-
-
-_OPTION_TEXTS = {
-    "pooling": "`mean`: one vector per image, the mean of its tokens; `none`: all tokens",
-    "normalize": "divide by the L2 norm; `pooling=mean` only, where it is the default",
-    "deepstack": "append the deepstack columns; `pooling=none` only",
-    "dtype": "type of the numbers; JSON floats are float32",
-    "encoding_format": "`float`, or `base64` of little-endian bytes",
-    "format": "form of the answer; without it the `Accept` header decides",
-}
-_OPTION_DEFAULTS = {
-    "pooling": "mean",
-    "deepstack": False,
-    "dtype": "float32",
-    "encoding_format": "float",
-    "format": "json",
-}
-
-
-def _option_schema(name: str) -> dict[str, Any]:
-    kind: dict[str, Any] = (
-        {"type": "boolean"} if name in FLAGS else {"type": "string", "enum": [*CHOICES[name]]}
-    )
-    default = {"default": _OPTION_DEFAULTS[name]} if name in _OPTION_DEFAULTS else {}
-    return {**kind, **default, "description": _OPTION_TEXTS[name]}
-
-
-def _only(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """An object with that one member."""
-    return {
-        "type": "object",
-        "properties": {name: schema},
-        "required": [name],
-        "additionalProperties": False,
-    }
-
-
-def _json_body() -> dict[str, Any]:
-    item = {
-        "oneOf": [
-            {"type": "string", "description": "base64 or a `data:` URI"},
-            _only("data", {"type": "string", "description": "base64"}),
-            _only("url", {"type": "string", "description": "a `data:` URI; no other is fetched"}),
-        ]
-    }
-    properties = {
-        "images": {"oneOf": [{"type": "array", "items": item, "minItems": 1}, *item["oneOf"]]},
-        **{name: _option_schema(name) for name in _OPTION_TEXTS},
-    }
-    return {
-        "schema": {
-            "type": "object",
-            "properties": properties,
-            "required": ["images"],
-            "additionalProperties": False,
-        },
-        "examples": {
-            "one image": {"value": {"images": [PIXEL]}},
-            "a data: URI": {"value": {"images": {"url": f"data:image/png;base64,{PIXEL}"}}},
-            "all tokens": {
-                "value": {"images": [{"data": PIXEL}], "pooling": "none", "encoding_format": "base64"}
-            },
-        },
-    }
-
-
-def _form_body() -> dict[str, Any]:
-    images = {"type": "array", "items": {"type": "string", "format": "binary"}}
-    properties = {"images": images, **{name: _option_schema(name) for name in _OPTION_TEXTS}}
-    return {"schema": {"type": "object", "properties": properties, "required": ["images"]}}
-
-
-EMBED_OPENAPI: dict[str, Any] = {
-    "parameters": [
-        {"name": name, "in": "query", "description": text, "schema": _option_schema(name)}
-        for name, text in _OPTION_TEXTS.items()
-    ],
-    "requestBody": {
-        "required": True,
-        "content": {
-            "image/*": {"schema": {"type": "string", "format": "binary"}},
-            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
-            "multipart/form-data": _form_body(),
-            "application/json": _json_body(),
-        },
-    },
-}

@@ -33,6 +33,7 @@ from models import (
 from service.app import create_app
 from service.engine import Engine, State
 from service.settings import Settings
+from tests.queueing import Callers
 
 CONFIG = PreprocessConfig(
     patch_size=16,
@@ -260,6 +261,13 @@ def gate() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
+
+
+@pytest.fixture
+def callers() -> Iterator[Callers]:
+    callers = Callers()
+    yield callers
+    callers.close()
 
 
 @pytest.fixture

@@ -25,10 +25,12 @@ from models import EncodeItem, ModelError, OutputSpec
 from service.app import COUNTED_ROUTES, create_app
 from service.engine import State
 from service.errors import ERROR_CODES
+from service.images import ImageLimits, read_header
 from service.metrics import MISS_REASONS
-from service.options import OPTION_NAMES
+from service.openapi import PIXEL
+from service.options import MEDIA_TYPES, OPTION_NAMES
 from service.routes import docs
-from service.schemas import PIXEL, EmbedResponse, ErrorResponse, Info, ModelList
+from service.schemas import EmbedResponse, ErrorResponse, Info, ModelCard, ModelList, OpenAIResponse
 from service.settings import Settings
 from tests.conftest import (
     FINGERPRINT,
@@ -41,6 +43,7 @@ from tests.conftest import (
     known_embedding,
     only,
 )
+from tests.decoding import from_safetensors, from_vllm
 
 Serve = Callable[..., Service]
 
@@ -114,7 +117,7 @@ def test_all_options_reach_the_encoder(service: Service) -> None:
         ("?poling=mean", {}, (400, "invalid_option", "poling"), 'unknown query parameter "poling"'),
         ("?pooling=max", {}, (400, "invalid_option", "pooling"), 'must be mean or none, not "max"'),
         ("?deepstack=1", {}, (400, "option_conflict", "deepstack"), "pooling=none only"),
-        ("?format=npy", {}, (400, "invalid_option", "format"), 'must be json, not "npy"'),
+        ("?format=npz", {}, (400, "invalid_option", "format"), 'or npy or vllm, not "npz"'),
         ("", {"accept": "text/html"}, (406, "not_acceptable", None), "answers application/json"),
         (
             "",
@@ -231,8 +234,8 @@ def test_a_batch_that_fails_is_an_internal_error_and_the_next_one_works(serve: S
 
     service = serve(encoders=[FakeEncoder(fail)])
     response = service.embed(encode_image())
-    assert error_of(response) == (500, "internal_error", None)
-    assert "its log has the request id" in message_of(response)
+    assert error_of(response) == (500, "internal_error", "images[0]")
+    assert message_of(response) == "the encoder failed on this image"
     assert "secret" not in response.text
     assert service.embed(encode_image()).status_code == 200
 
@@ -435,8 +438,8 @@ def test_docs_come_with_their_own_assets(service: Service) -> None:
 def test_openapi_describes_every_route_option_and_error(service: Service) -> None:
     schema = service.get("/openapi.json").json()
     assert set(schema["paths"]) == {
-        "/embed", "/healthz", "/readyz", "/health", "/info", "/v1/models", "/metrics", "/docs",
-        "/openapi.json",
+        "/embed", "/v1/embeddings", "/healthz", "/readyz", "/health", "/info", "/v1/models",
+        "/v1/models/{model_id}", "/metrics", "/docs", "/openapi.json",
     }  # fmt: skip
     embed = schema["paths"]["/embed"]["post"]
     assert {parameter["name"] for parameter in embed["parameters"]} == set(OPTION_NAMES)
@@ -446,7 +449,15 @@ def test_openapi_describes_every_route_option_and_error(service: Service) -> Non
         assert set(content[media_type]["schema"]["properties"]) == {"images", *OPTION_NAMES}
     items = content["application/json"]["schema"]["properties"]["images"]["oneOf"][0]["items"]["oneOf"]
     assert [set(item.get("properties", ())) for item in items] == [set(), {"data"}, {"url"}]
-    assert set(embed["responses"]) == {"200", "400", "406", "408", "413", "415", "422", "431", "500", "503"}
+    assert set(embed["responses"]["200"]["content"]) == set(MEDIA_TYPES)
+    openai = schema["paths"]["/v1/embeddings"]["post"]
+    assert set(openai["requestBody"]["content"]["application/json"]["schema"]["properties"]) == {
+        "model", "input", "encoding_format", "dimensions"
+    }  # fmt: skip
+    assert "422" not in openai["responses"]
+    assert set(embed["responses"]) == {
+        *("200", "400", "406", "408", "413", "415", "422", "429", "431", "500", "503", "504"),
+    }
     assert set(schema["components"]["schemas"]["ErrorDetail"]["properties"]["code"]["enum"]) == set(
         ERROR_CODES
     )
@@ -483,9 +494,10 @@ def test_metrics_are_written_off_the_event_loop(service: Service) -> None:
 
 def test_examples_of_openapi_work(service: Service) -> None:
     schema = service.get("/openapi.json").json()
-    content = schema["paths"]["/embed"]["post"]["requestBody"]["content"]["application/json"]
-    for shown in content["examples"].values():
-        assert service.request("POST", "/embed", json=shown["value"]).status_code == 200
+    for path in ("/embed", "/v1/embeddings"):
+        content = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]
+        for shown in content["examples"].values():
+            assert service.request("POST", path, json=shown["value"]).status_code == 200
 
 
 def test_the_demo_model_is_named_as_such(
@@ -502,10 +514,10 @@ def test_the_demo_model_is_named_as_such(
 
 
 def test_counted_routes_are_those_that_the_app_has(service: Service) -> None:
-    from_schema = set(service.get("/openapi.json").json()["paths"])
+    from_schema = {path.replace("}", ":path}") for path in service.get("/openapi.json").json()["paths"]}
     assert from_schema - {"/healthz", "/readyz", "/health"} <= set(COUNTED_ROUTES)
     for route in COUNTED_ROUTES:
-        assert service.get(route).status_code in (200, 405)
+        assert service.get(route.replace("{model_id:path}", "demo")).status_code in (200, 405)
 
 
 def running_demo(settings: Settings) -> Iterator[Service]:
@@ -604,24 +616,24 @@ def test_a_lost_replica_is_reported_and_the_others_finish(serve: Serve, gate: th
     def lose(items: Sequence[EncodeItem]) -> None:
         raise torch.AcceleratorError("illegal memory access")
 
-    held = threading.Event()
-
     def hold(items: Sequence[EncodeItem]) -> None:
-        held.set()
         assert gate.wait(10)
 
     service = serve(encoders=[FakeEncoder(hold), FakeEncoder(lose)])
 
-    async def requests() -> tuple[httpx.Response, httpx.Response]:
-        healthy = asyncio.create_task(post(service, encode_image()))
-        assert await asyncio.to_thread(held.wait, 10)
-        lost = await post(service, encode_image())
+    async def requests() -> list[httpx.Response]:
+        """One after another until the second device has got one; the first finishes none before."""
+        sent: list[asyncio.Task[httpx.Response]] = []
+        while not any(task.done() for task in sent):
+            sent.append(asyncio.create_task(post(service, encode_image())))
+            await asyncio.sleep(0.05)
         gate.set()
-        return await healthy, lost
+        return await asyncio.gather(*sent)
 
-    healthy, lost = service.runner.run(requests())
-    assert healthy.status_code == 200
-    assert error_of(lost) == (503, "device_failed", None)
+    answers = service.runner.run(requests())
+    lost = [answer for answer in answers if answer.status_code != 200]
+    assert {error_of(answer) for answer in lost} == {(503, "device_failed", None)}
+    assert len(service.encoders[0].batches) == len(answers) - len(lost)
     assert error_of(service.get("/healthz")) == (503, "device_failed", None)
     assert service.metric("device_up", device="fake:0") == 1
     assert service.metric("device_up", device="fake:1") == 0
@@ -646,3 +658,79 @@ def test_replays_and_padding_are_counted(serve: Serve) -> None:
     assert service.metric("encoder_cudagraph_replays_total", device="fake", budget="64") == 1
     assert service.metric("encoder_cudagraph_replays_total", device="fake", budget="128") == 0
     assert service.metric("encoder_padding_tokens_total") == 64 - 12
+
+
+def test_vllm_gets_the_encoders_own_bfloat16_to_the_bit() -> None:
+    settings = Settings(decode_threads=2, device="cpu", max_pixels=65536 * 2, dtype="bfloat16")
+    for service in running_demo(settings):
+        response = service.embed(encode_image(200, 300), "?format=vllm")
+        [tokens] = from_vllm(response.content)
+        encoder = service.engine.encoder
+        rgb = read_header(encode_image(200, 300), ImageLimits(10**7, 10**7)).decode()
+        [own] = encoder.encode([encoder.preprocess(rgb)])
+        assert own.dtype == torch.bfloat16
+        assert torch.equal(tokens.view(torch.int16), own.view(torch.int16))
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npy", "vllm"])
+def test_every_form_answers_several_images_or_says_why_not(form: str, service: Service) -> None:
+    response = service.embed_form(encode_image(), encode_image(64, 64), query=f"?format={form}&pooling=none")
+    if form == "npy":
+        assert error_of(response) == (400, "option_conflict", "format")
+        assert service.encoder.batches == []
+        return
+    read = from_safetensors if form == "safetensors" else from_vllm
+    assert [len(tokens) for tokens in read(response.content)] == [6, 4]
+
+
+def openai_embed(service: Service, document: object, **headers: str) -> httpx.Response:
+    return service.request("POST", "/v1/embeddings?api-version=1", json=document, headers=headers)
+
+
+def test_openai_route_has_its_own_shape_and_counts(service: Service) -> None:
+    text = base64.b64encode(encode_image()).decode()
+    response = openai_embed(service, {"model": "demo", "input": [text, {"image": text}]})
+    body = OpenAIResponse.model_validate_json(response.content)
+    assert [entry.index for entry in body.data] == [0, 1]
+    assert (body.model, body.usage.prompt_tokens, body.usage.total_tokens) == ("demo", 12, 12)
+    assert service.metric("requests_total", route="/v1/embeddings", status="200") == 1
+    assert service.metric("request_duration_seconds_count", route="/v1/embeddings") == 1
+
+
+@pytest.mark.parametrize(
+    ("document", "headers", "expected"),
+    [
+        ({"input": "a cat"}, {}, (400, "text_not_supported", "input[0]")),
+        ({"input": [PIXEL, 5]}, {}, (400, "text_not_supported", "input[1]")),
+        ([], {}, (400, "invalid_request", None)),
+        ({}, {}, (400, "invalid_request", "input")),
+        ({"input": []}, {}, (400, "empty_input", "input")),
+        ({"input": [PIXEL, {"image": "data:,x"}]}, {}, (400, "invalid_image", "input[1]")),
+        ({"input": [PIXEL] * 33}, {}, (413, "too_many_images", "input")),
+        ({"input": PIXEL, "model": "gpt"}, {}, (404, "model_not_found", "model")),
+        ({"input": PIXEL, "dimensions": 3}, {}, (400, "invalid_option", "dimensions")),
+        ({"input": PIXEL, "encoding_format": "hex"}, {}, (400, "invalid_option", "encoding_format")),
+        ({"input": PIXEL}, {"accept": "application/x-npy"}, (406, "not_acceptable", None)),
+        ({"input": PIXEL}, {"content-type": "text/plain"}, (415, "unsupported_content_type", None)),
+    ],
+)
+def test_refusals_of_the_openai_route(
+    document: object, headers: dict[str, str], expected: tuple[int, str, str | None], service: Service
+) -> None:
+    assert error_of(openai_embed(service, document, **headers)) == expected
+    assert service.encoder.batches == []
+    assert service.metric("requests_total", route="/v1/embeddings", status=str(expected[0])) == 1
+
+
+def test_the_openai_route_is_closed_while_the_server_is_not_ready(service: Service) -> None:
+    service.engine.drain()
+    assert error_of(openai_embed(service, {"input": PIXEL})) == (503, "draining", None)
+
+
+def test_a_model_is_found_by_its_name_with_its_slash(serve: Serve, settings: Settings) -> None:
+    service = serve(only(settings, served_model_name="org/mine"))
+    for path in ("/v1/models/org/mine", "/v1/models/org%2Fmine"):
+        assert ModelCard.model_validate_json(service.get(path).content).id == "org/mine"
+    for path in ("/v1/models/mine", "/v1/models/", "/v1/models/org/mine/"):
+        assert error_of(service.get(path)) == (404, "model_not_found", "model")
+    assert service.metric("requests_total", route="/v1/models/{model_id:path}", status="200") == 2

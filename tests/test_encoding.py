@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from service.encoding import ImageFacts, ModelIdentity, encode_json
+from service.encoding import ImageFacts, ModelIdentity, encode
 from service.errors import NonFiniteOutput
-from service.options import resolve_options
+from service.options import EmbedOptions, resolve_options
 from service.schemas import EmbedResponse
 
 MODEL = ModelIdentity(name="org/model", revision=None, fingerprint="f" * 64)
@@ -24,8 +24,12 @@ POOLED: dict[str, str | bool] = {}
 TOKENS: dict[str, str | bool] = {"pooling": "none"}
 
 
+def written(options: EmbedOptions, *embeddings: torch.Tensor, model: ModelIdentity = MODEL) -> bytes:
+    return b"".join(encode(model, options, [FACTS] * len(embeddings), embeddings).body)
+
+
 def answer(sent: dict[str, str | bool], *embeddings: torch.Tensor) -> dict[str, Any]:
-    body = encode_json(MODEL, resolve_options(sent, None), [FACTS] * len(embeddings), embeddings)
+    body = written(resolve_options(sent, None), *embeddings)
     EmbedResponse.model_validate_json(body)
     decoded: dict[str, Any] = json.loads(body)
     return decoded
@@ -72,7 +76,7 @@ def test_a_view_that_is_not_contiguous_is_written_in_its_own_order() -> None:
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=50))
 @hypothesis_settings(derandomize=True, deadline=None)
 def test_floats_read_back_as_the_same_float32(values: list[float]) -> None:
-    body = encode_json(MODEL, resolve_options(POOLED, None), [FACTS], [torch.tensor(values)])
+    body = written(resolve_options(POOLED, None), torch.tensor(values))
     texts = json.loads(body, parse_float=str, parse_int=str)["data"][0]["embedding"]
     for text, value in zip(texts, values, strict=True):
         assert struct.pack("<f", float(text)) == struct.pack("<f", value)
@@ -113,11 +117,11 @@ def test_a_number_that_is_not_finite_never_leaves(bad: float, dtype: str) -> Non
     broken[2] = bad
     options = resolve_options({"dtype": dtype, "encoding_format": "base64"}, None)
     with pytest.raises(NonFiniteOutput) as caught:
-        encode_json(MODEL, options, [FACTS] * 2, [good, broken])
+        encode(MODEL, options, [FACTS] * 2, [good, broken])
     assert (caught.value.code, caught.value.param) == ("non_finite_output", "images[1]")
 
 
 def test_names_with_quotes_are_escaped() -> None:
     model = ModelIdentity(name='a"b\\', revision="r\n", fingerprint="")
-    body = json.loads(encode_json(model, resolve_options(POOLED, None), [FACTS], [torch.ones(2)]))
+    body = json.loads(written(resolve_options(POOLED, None), torch.ones(2), model=model))
     assert (body["model"], body["revision"]) == ('a"b\\', "r\n")

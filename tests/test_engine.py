@@ -1,24 +1,31 @@
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from functools import partial
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
-from models import DeviceError, EncodeItem, ModelError, OutputSpec, Preprocessor, ReplicaGroup
-from models.replica import MAX_LAUNCHED
+from models import EncodeItem, ModelError, Replica, ReplicaGroup
+from models.replica import MAX_LAUNCHED, Take
+from service.batcher import QueueLimits
 from service.dtypes import dtype_name
 from service.engine import Engine, State
-from service.errors import BadRequest, Unavailable
+from service.errors import ApiError, BadRequest, InternalError, Unavailable
 from service.metrics import Metrics
-from tests.conftest import CONFIG, FakeEncoder, FakeGraphs, fake_replicas
+from service.ticket import Ticket
+from tests.conftest import FakeEncoder, FakeGraphs, fake_replicas
+from tests.queueing import Callers, eventually, item
 
 Start = Callable[..., Engine]
 
 DEVICES = ("fake:0", "fake:1")
+LIMITS = QueueLimits(max_batch_tokens=1000, max_queue_tokens=10_000)
 
 
 @pytest.fixture
@@ -26,46 +33,47 @@ def registry() -> CollectorRegistry:
     return CollectorRegistry()
 
 
+def make_engine(start_replicas: Callable[[], ReplicaGroup], registry: CollectorRegistry) -> Engine:
+    return Engine(start_replicas, LIMITS, Metrics(registry, ()), model_name="m", version="1")
+
+
 @pytest.fixture
 def start(registry: CollectorRegistry) -> Iterator[Start]:
     """Starts an engine on fake encoders."""
-    groups: list[ReplicaGroup] = []
+    running: list[tuple[Engine, ReplicaGroup]] = []
 
     def start_engine(
         *encoders: FakeEncoder, load: Callable[[], object] = lambda: None, wait: bool = True
     ) -> Engine:
-        def start_replicas() -> ReplicaGroup:
-            groups.append(fake_replicas(*(encoders or (FakeEncoder(),)), load=load))
-            return groups[-1]
-
-        engine = Engine(start_replicas, Metrics(registry, ()), model_name="m", version="1")
+        group = fake_replicas(*(encoders or (FakeEncoder(),)), load=load)
+        engine = make_engine(lambda: group, registry)
+        running.append((engine, group))
         engine.start()
         if wait:
             eventually(lambda: engine.state is not State.LOADING)
         return engine
 
     yield start_engine
-    for group in groups:
+    for engine, group in running:
+        engine.batcher.close()
         group.close()
 
 
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "never came true"
-        time.sleep(0.002)
-
-
-def batch(num_images: int = 1) -> list[EncodeItem]:
-    patches = Preprocessor(CONFIG)(torch.zeros((64, 64, 3), dtype=torch.uint8).numpy())
-    return [EncodeItem(patches, OutputSpec(pooled=True, deepstack=False))] * num_images
+def put(callers: Callers, engine: Engine, num_images: int = 1) -> Ticket:
+    """A request that waits for a device."""
+    return callers.put(engine.batcher, *[item(4)] * num_images)
 
 
 def code_of(check: Callable[[], object]) -> str:
     with pytest.raises(Unavailable) as caught:
         check()
-    assert caught.value.headers() == {"Retry-After": "5"}
-    return caught.value.code
+    return code_of_error(caught.value)
+
+
+def code_of_error(error: Exception) -> str:
+    assert isinstance(error, Unavailable)
+    assert error.headers() == {"Retry-After": "5"}
+    return error.code
 
 
 def admit(engine: Engine) -> None:
@@ -130,44 +138,149 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_in_one_line(
     assert (record.exc_info is not None) == has_trace
 
 
-def test_batches_are_counted_even_if_nobody_waits(start: Start, registry: CollectorRegistry) -> None:
+def test_batches_are_counted_even_if_nobody_waits(
+    start: Start, registry: CollectorRegistry, callers: Callers
+) -> None:
     engine = start()
-    engine.submit(batch(3))
+    ticket = put(callers, engine, 3)
     eventually(lambda: engine.idle)
     assert registry.get_sample_value("vision_sidecar_images_total") == 3
     assert registry.get_sample_value("vision_sidecar_image_tokens_total") == 12
     misses = {"device": "fake", "reason": "disabled"}
     assert registry.get_sample_value("vision_sidecar_encoder_cudagraph_misses_total", misses) == 3
+    assert ticket.ended
 
 
-def test_a_batch_that_fails_leaves_the_device_in_service(start: Start) -> None:
+def test_a_batch_that_fails_leaves_the_device_in_service(start: Start, callers: Callers) -> None:
     engine = start(fail_with(RuntimeError("odd shape")))
-    with pytest.raises(RuntimeError, match="odd shape"), engine.admit():
-        engine.submit(batch()).result(10)
+    error = callers.error(put(callers, engine))
+    assert isinstance(error, InternalError)
+    assert error.param == "images[0]"
+    assert str(error.__cause__) == "odd shape"
     assert engine.state is State.READY
 
 
-def test_a_lost_device_turns_every_request_away(start: Start, registry: CollectorRegistry) -> None:
+def test_a_lost_device_turns_every_request_away(
+    start: Start, registry: CollectorRegistry, callers: Callers
+) -> None:
     engine = start(fail_with(torch.AcceleratorError("illegal memory access")))
-    with pytest.raises(Unavailable) as caught, engine.admit():
-        engine.submit(batch()).result(10)
-    assert str(caught.value.code) == "device_failed"
-    for call in (lambda: admit(engine), engine.check_alive):
+    assert code_of_error(callers.error(put(callers, engine))) == "device_failed"
+    calls = (lambda: admit(engine), engine.check_alive, engine.check_ready, lambda: put(callers, engine))
+    for call in calls:
         assert code_of(call) == "device_failed"
     assert registry.get_sample_value("vision_sidecar_device_up", {"device": "fake"}) == 0
     assert registry.get_sample_value("vision_sidecar_ready") == 0
 
 
-def test_a_request_may_be_the_first_to_tell_of_a_lost_device(start: Start) -> None:
+def test_probes_know_of_a_lost_device_before_its_callers_do(start: Start, callers: Callers) -> None:
+    engine = start(fail_with(torch.AcceleratorError("illegal memory access")))
+    states: list[State] = []
+    ticket = callers.ticket()
+
+    class Watched(Ticket):
+        def failed(self, error: Exception) -> None:
+            states.append(engine.state)
+            super().failed(error)
+
+    ticket.__class__ = Watched
+    engine.batcher.admit(ticket, 4)
+    engine.batcher.put(ticket, [item(4)])
+    callers.error(ticket)
+    assert states == [State.FAILED]
+
+
+def test_a_lost_device_is_one_line(start: Start, callers: Callers, caplog: pytest.LogCaptureFixture) -> None:
+    engine = start(fail_with(torch.AcceleratorError("illegal memory access")))
+    callers.error(put(callers, engine))
+    assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
+        ("CRITICAL", "device fake is lost: illegal memory access")
+    ]
+
+
+def test_a_device_that_has_work_and_finishes_none_is_given_up(
+    start: Start, registry: CollectorRegistry, callers: Callers, gate: threading.Event
+) -> None:
+    engine = start(fail_late(gate))
+
+    async def watch_until_answered(ticket: Ticket) -> Exception:
+        watching = asyncio.create_task(engine.watch(0.1))
+        try:
+            await asyncio.wait_for(ticket.embeddings(), 10)
+        except ApiError as error:
+            return error
+        finally:
+            watching.cancel()
+        raise AssertionError("it has an answer")
+
+    error = callers.runner.run(watch_until_answered(put(callers, engine)))
+    assert code_of_error(error) == "device_failed"
+    assert code_of(engine.check_alive) == "device_failed"
+    assert registry.get_sample_value("vision_sidecar_device_up", {"device": "fake"}) == 0
+    assert engine.idle
+    assert engine.close() is False  # its thread can only end with the process
+
+
+def test_an_idle_device_is_not_given_up(start: Start, callers: Callers) -> None:
     engine = start()
-    with pytest.raises(Unavailable), engine.admit():
-        raise DeviceError("fake", torch.AcceleratorError("illegal memory access"))
+
+    async def watch() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.watch(0.01), 0.1)
+
+    callers.outcome(put(callers, engine))
+    callers.runner.run(watch())
+    assert engine.state is State.READY
+
+
+class Dying(Replica):
+    """A replica whose launching thread can be killed."""
+
+    def __init__(self) -> None:
+        super().__init__("fake", FakeEncoder)  # type: ignore[arg-type]
+        self.serving: Future[None] = Future()
+
+    def serve(self, take: Take) -> Future[None]:
+        return self.serving
+
+
+def test_a_device_without_its_thread_is_lost(registry: CollectorRegistry, callers: Callers) -> None:
+    replica = Dying()
+    engine = make_engine(lambda: ReplicaGroup([replica]), registry)
+    engine.start()
+    eventually(lambda: engine.state is State.READY)
+    ticket = put(callers, engine)
+    replica.serving.set_exception(SystemExit())
+    assert code_of_error(callers.error(ticket)) == "device_failed"
+    assert engine.state is State.FAILED
+    replica.close()
+
+
+def test_a_device_may_be_lost_while_others_are_being_loaded(
+    registry: CollectorRegistry, gate: threading.Event
+) -> None:
+    def load() -> FakeEncoder:
+        gate.wait()
+        return FakeEncoder()
+
+    dying, loading = Dying(), Replica("other", load)  # type: ignore[arg-type]
+    engine = make_engine(lambda: ReplicaGroup([dying, loading]), registry)
+    engine.start()
+    dying.ready.result(10)
+    dying.serving.set_exception(SystemExit())
+    assert engine.state is State.FAILED
+    gate.set()
+    loading.ready.result(10)
+    engine.batcher.close()
+    loading.close()
+    dying.close()
     assert engine.state is State.FAILED
 
 
-def test_an_error_of_the_caller_stays_one_on_a_lost_device(start: Start, gate: threading.Event) -> None:
+def test_an_error_of_the_caller_stays_one_on_a_lost_device(
+    start: Start, callers: Callers, gate: threading.Event
+) -> None:
     engine = start(fail_late(gate))
-    engine.submit(batch())
+    put(callers, engine)
 
     def refuse() -> None:
         with engine.admit():
@@ -179,14 +292,36 @@ def test_an_error_of_the_caller_stays_one_on_a_lost_device(start: Start, gate: t
         refuse()
 
 
-def test_draining_refuses_newcomers_and_keeps_who_is_in(start: Start) -> None:
+def test_leaving_is_unready_and_takes_requests_until_it_drains(
+    start: Start, registry: CollectorRegistry
+) -> None:
+    engine = start()
+    engine.leave()
+    assert code_of(engine.check_ready) == "draining"
+    assert registry.get_sample_value("vision_sidecar_ready") == 0
+    engine.check_alive()
+    admit(engine)
+    engine.drain()
+    assert code_of(lambda: admit(engine)) == "draining"
+
+
+def test_leaving_while_loading_takes_nothing_any_more(start: Start, gate: threading.Event) -> None:
+    engine = start(load=gate.wait, wait=False)
+    engine.leave()
+    assert engine.state is State.DRAINING
+    gate.set()
+    eventually(lambda: engine.close())
+    assert engine.state is State.DRAINING
+
+
+def test_draining_refuses_newcomers_and_keeps_who_is_in(start: Start, callers: Callers) -> None:
     engine = start()
     with engine.admit():
         engine.drain()
         assert code_of(engine.check_ready) == code_of(lambda: admit(engine)) == "draining"
         engine.check_alive()
         assert not engine.idle
-        engine.submit(batch()).result(10)
+        assert len(callers.outcome(put(callers, engine))) == 1
     eventually(lambda: engine.idle)
 
 
@@ -198,26 +333,36 @@ def test_loading_that_ends_while_draining_does_not_make_it_ready(start: Start, g
     assert engine.state is State.DRAINING
 
 
-def test_a_failure_is_not_undone_by_draining(start: Start) -> None:
+@pytest.mark.parametrize("stop", [Engine.leave, Engine.drain])
+def test_a_failure_is_not_undone_by_stopping(
+    start: Start, callers: Callers, stop: Callable[[Engine], None]
+) -> None:
     engine = start(fail_with(torch.AcceleratorError("lost")))
-    engine.submit(batch()).exception(10)
-    eventually(lambda: engine.state is State.FAILED)
-    engine.drain()
+    callers.error(put(callers, engine))
+    stop(engine)
     assert engine.state is State.FAILED
 
 
-def test_a_batch_on_the_device_keeps_it_from_closing(start: Start, gate: threading.Event) -> None:
+def test_a_batch_on_the_device_keeps_it_from_closing(
+    start: Start, callers: Callers, gate: threading.Event
+) -> None:
     def hold(items: Sequence[EncodeItem]) -> None:
         gate.wait()
 
     engine = start(FakeEncoder(hold))
-    waiting = [engine.submit(batch()) for _ in range(MAX_LAUNCHED)]
-    abandoned = engine.submit(batch())
+    tickets = []
+    for _ in range(MAX_LAUNCHED):
+        tickets.append(put(callers, engine))
+        eventually(lambda: engine.batcher.waiting_images == 0)
+    abandoned = put(callers, engine)
     assert not engine.idle
     assert engine.close() is False
-    assert abandoned.cancel()
+    for ticket in (abandoned, tickets[0]):
+        engine.batcher.leave(ticket)
+    assert engine.batcher.waiting_images == 0
+    assert engine.close() is False  # one is still on the device, though nobody waits for it
     gate.set()
-    assert all(future.result(10) for future in waiting)
+    assert len(callers.outcome(tickets[1])) == 1
     eventually(lambda: engine.idle)
     assert engine.close() is True
 
@@ -226,7 +371,7 @@ def test_closing_before_the_start_is_fine(registry: CollectorRegistry) -> None:
     def never() -> ReplicaGroup:
         raise AssertionError("not started")
 
-    assert Engine(never, Metrics(registry, ()), model_name="m", version="1").close() is True
+    assert make_engine(never, registry).close() is True
 
 
 def test_it_is_ready_once_every_replica_is(
@@ -278,7 +423,7 @@ def test_devices_that_are_not_here_are_a_failure_in_one_line(
     def too_few() -> ReplicaGroup:
         raise ModelError("data_parallel_size 2 needs as many CUDA devices, and this process sees 1")
 
-    engine = Engine(too_few, Metrics(registry, ()), model_name="m", version="1")
+    engine = make_engine(too_few, registry)
     engine.start()
     assert engine.state is State.FAILED
     assert engine.close() is True
@@ -286,37 +431,57 @@ def test_devices_that_are_not_here_are_a_failure_in_one_line(
 
 
 def test_one_lost_device_of_two_ends_the_engine(
-    start: Start, registry: CollectorRegistry, gate: threading.Event
+    start: Start, registry: CollectorRegistry, callers: Callers, gate: threading.Event
 ) -> None:
     def hold(items: Sequence[EncodeItem]) -> None:
         assert gate.wait(10)
 
     engine = start(FakeEncoder(hold), fail_with(torch.AcceleratorError("illegal memory access")))
-    healthy, lost = engine.submit(batch()), engine.submit(batch())
-    with pytest.raises(DeviceError, match="device fake:1 is lost: illegal memory access"):
-        lost.result(10)
-    eventually(lambda: engine.state is State.FAILED)
+    tickets = []
+    while engine.state is not State.FAILED:  # the first is held up, so that the other must take one
+        tickets.append(put(callers, engine))
+        time.sleep(0.002)
+    lost = [ticket for ticket in tickets if ticket.ended]
+    assert {code_of_error(callers.error(ticket)) for ticket in lost} == {"device_failed"}
+    kept = [ticket for ticket in tickets if not ticket.ended] + [put(callers, engine)]
     assert not engine.idle
     gate.set()
-    assert len(healthy.result(10).embeddings) == 1
+    for ticket in kept:
+        assert len(callers.outcome(ticket)) == 1
     eventually(lambda: engine.idle)
     for device, up in zip(DEVICES, (1, 0), strict=True):
         assert registry.get_sample_value("vision_sidecar_device_up", {"device": device}) == up
-    assert engine.close() is True
+    assert engine.close() is False  # the lost device is left alone
+    assert engine.state is State.FAILED
 
 
-def test_a_batch_is_counted_on_every_device_that_took_part(start: Start, registry: CollectorRegistry) -> None:
+def test_a_batch_is_counted_on_the_device_that_took_it(
+    start: Start, registry: CollectorRegistry, callers: Callers
+) -> None:
+    busy = [threading.Event() for _ in DEVICES]
+
+    def wait_for_the_other(own: threading.Event, items: Sequence[EncodeItem]) -> None:
+        own.set()
+        assert all(event.wait(10) for event in busy)
+
     graphs = FakeGraphs({64: None})
-    engine = start(FakeEncoder(graphs=graphs), FakeEncoder(graphs=graphs))
-    engine.submit(batch(4)).result(10)
-    eventually(lambda: engine.idle)
-    for device in DEVICES:
-        labels = {"device": device}
-        assert registry.get_sample_value("vision_sidecar_encoder_cudagraph_hits_total", labels) == 2
-        labels = {"device": device, "budget": "64"}
-        assert registry.get_sample_value("vision_sidecar_encoder_cudagraph_replays_total", labels) == 1
-    assert registry.get_sample_value("vision_sidecar_images_total") == 4
-    assert registry.get_sample_value("vision_sidecar_batch_images_count") == 2
+    engine = start(*[FakeEncoder(partial(wait_for_the_other, own), graphs) for own in busy])
+    tickets = []
+    for _ in range(MAX_LAUNCHED + 1):  # one device alone has no place for so many
+        tickets.append(put(callers, engine))
+        eventually(lambda: engine.batcher.waiting_images == 0)
+    for ticket in tickets:
+        callers.outcome(ticket)
+    name = "vision_sidecar_encoder_cudagraph"
+    hits = [registry.get_sample_value(f"{name}_hits_total", {"device": device}) or 0 for device in DEVICES]
+    replays = [
+        registry.get_sample_value(f"{name}_replays_total", {"device": device, "budget": "64"})
+        for device in DEVICES
+    ]
+    assert min(hits) >= 1
+    assert hits == replays
+    assert sum(hits) == registry.get_sample_value("vision_sidecar_images_total") == len(tickets)
+    assert registry.get_sample_value("vision_sidecar_batch_images_count") == len(tickets)
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")])

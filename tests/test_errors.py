@@ -8,6 +8,7 @@ from service.errors import (
     ApiError,
     BadRequest,
     BodyTimeout,
+    DeadlineExceeded,
     HeadersTooLarge,
     InternalError,
     InvalidShape,
@@ -16,6 +17,7 @@ from service.errors import (
     NotAcceptable,
     NotFound,
     TooLarge,
+    TooManyRequests,
     Unavailable,
     UnsupportedMedia,
     printable,
@@ -34,12 +36,15 @@ EXAMPLES: list[tuple[ApiError, int, str, str]] = [
         "invalid_request_error",
         "unsupported_image_format",
     ),
+    (TooManyRequests("m", code="queue_full", retry_after_s=1), 429, "rate_limit_error", "queue_full"),
+    (TooManyRequests("m", code="too_many_bytes", retry_after_s=1), 429, "rate_limit_error", "too_many_bytes"),
     (HeadersTooLarge("m"), 431, "invalid_request_error", "headers_too_large"),
     (InvalidShape("m"), 422, "invalid_request_error", "invalid_request"),
     (InternalError("m"), 500, "server_error", "internal_error"),
     (NonFiniteOutput("m"), 500, "server_error", "non_finite_output"),
     (Unavailable("m"), 503, "server_error", "not_ready"),
     (Unavailable("m", code="device_failed"), 503, "server_error", "device_failed"),
+    (DeadlineExceeded(), 504, "timeout_error", "deadline_exceeded"),
 ]
 
 
@@ -54,8 +59,9 @@ def test_every_class_is_in_the_examples() -> None:
 @pytest.mark.parametrize(("error", "status", "kind", "code"), EXAMPLES)
 def test_status_type_and_code(error: ApiError, status: int, kind: str, code: str) -> None:
     assert error.status == status
-    assert error.body() == {"error": {"message": "m", "type": kind, "param": None, "code": code}}
-    assert str(error) == "m"
+    message = "the request was not answered within the server's time limit" if status == 504 else "m"
+    assert error.body() == {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    assert str(error) == message
 
 
 def test_code_of_every_class_is_in_the_closed_list() -> None:
@@ -84,6 +90,8 @@ def test_param_may_be_given_or_added_later() -> None:
         (MethodNotAllowed("m", allow="GET, HEAD"), {"Allow": "GET, HEAD"}),
         (BodyTimeout("m"), {}),
         (Unavailable("m"), {"Retry-After": "5"}),
+        (TooManyRequests("m", code="queue_full", retry_after_s=7), {"Retry-After": "7"}),
+        (DeadlineExceeded(), {}),
         (InternalError("m"), {}),
     ],
 )

@@ -1,4 +1,5 @@
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
@@ -75,7 +76,7 @@ def test_label_sets_are_closed_and_start_at_0(board: Board) -> None:
 
 
 def test_statuses_are_those_that_are_answered() -> None:
-    assert STATUSES == (200, 400, 404, 405, 406, 408, 413, 415, 422, 431, 499, 500, 503)
+    assert STATUSES == (200, 400, 404, 405, 406, 408, 413, 415, 422, 429, 431, 499, 500, 503, 504)
 
 
 def test_a_refusal_without_a_route_is_counted(board: Board) -> None:
@@ -118,6 +119,10 @@ def test_names_are_those_of_the_contract(board: Board) -> None:
         "device_up": "gauge",
         "batch_images": "histogram",
         "batch_tokens": "histogram",
+        "queue_images": "gauge",
+        "queue_tokens": "gauge",
+        "queue_limit_tokens": "gauge",
+        "inflight_bytes": "gauge",
         "requests_in_flight": "gauge",
         "errors": "counter",
         "ready": "gauge",
@@ -234,6 +239,26 @@ def test_what_is_not_in_a_list_is_a_programming_error(board: Board) -> None:
     with pytest.raises(AssertionError, match="unknown budget"):
         board.metrics.observe_batch(stats("cpu", hits=1, replays={64: 1}))
     assert board("images_total") == 0
+
+
+@dataclass
+class Queue:
+    waiting_images: int = 3
+    waiting_tokens: int = 300
+    limit_tokens: int = 4000
+    held_bytes: int = 50
+
+
+GAUGES = ("queue_images", "queue_tokens", "queue_limit_tokens", "inflight_bytes")
+
+
+def test_gauges_of_the_queue_are_read_when_they_are_asked_for(board: Board) -> None:
+    assert [board(name) for name in GAUGES] == [0, 0, 0, 0]
+    queue = Queue()
+    board.metrics.watch_queue(queue, queue)
+    assert [board(name) for name in GAUGES] == [3, 300, 4000, 50]
+    queue.waiting_images, queue.waiting_tokens, queue.limit_tokens, queue.held_bytes = 1, 2, 3, 4
+    assert [board(name) for name in GAUGES] == [1, 2, 3, 4]
 
 
 def test_registries_do_not_share_anything(board: Board) -> None:

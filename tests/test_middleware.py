@@ -14,7 +14,15 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.context import context_of
-from service.errors import BadRequest, NonFiniteOutput, Unavailable
+from service.errors import (
+    ApiError,
+    BadRequest,
+    DeadlineExceeded,
+    InternalError,
+    NonFiniteOutput,
+    TooManyRequests,
+    Unavailable,
+)
 from service.metrics import Metrics
 from service.middleware import RequestMiddleware
 
@@ -144,26 +152,54 @@ def test_an_unexpected_error_is_logged_with_the_id_and_kept_from_the_caller(
     [record] = caplog.records
     assert (record.levelname, record.getMessage()) == ("ERROR", "POST /embed [id-7] failed")
     assert record.exc_info is not None
+    assert record.__dict__["request_id"] == "id-7"
 
 
-def test_errors_of_the_server_are_logged_and_those_of_callers_are_not(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    ("error", "level"),
+    [
+        (BadRequest("no", code="invalid_image"), logging.INFO),
+        (TooManyRequests("no", code="queue_full", retry_after_s=1), logging.INFO),
+        (Unavailable("no"), logging.INFO),
+        (Unavailable("no", code="draining"), logging.INFO),
+        (Unavailable("no", code="device_failed"), logging.INFO),
+        (DeadlineExceeded(), logging.INFO),
+        (NonFiniteOutput("no"), logging.ERROR),
+        (InternalError("no"), logging.ERROR),
+    ],
+)
+def test_a_refused_or_failed_request_is_one_line(
+    error: ApiError, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run(raising(BadRequest("no", code="invalid_image")))
-    assert caplog.records == []
-    run(raising(NonFiniteOutput("a number is not finite")))
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert "non_finite_output" in caplog.text
+    caplog.set_level(logging.INFO, "service")
+    run(raising(error), headers=[(b"x-request-id", b"id-7")])
+    [record] = caplog.records
+    assert record.levelno == level
+    assert record.getMessage() == f"POST /embed [id-7]: {error.status} {error.code}: {error.message}"
+    members = {name: getattr(record, name) for name in ("request_id", "method", "route", "status", "code")}
+    assert members == {
+        "request_id": "id-7",
+        "method": "POST",
+        "route": "/embed",
+        "status": error.status,
+        "code": error.code,
+    }
 
 
-def test_refusals_of_a_server_that_is_not_ready_do_not_fill_the_log(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    run(raising(Unavailable("loading")))
-    run(raising(Unavailable("stopping", code="draining")))
+def test_a_normal_request_is_not_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "service")
+    run(fine)
     assert caplog.records == []
-    run(raising(Unavailable("lost", code="device_failed")))
-    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+def test_the_cause_of_an_error_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    error = InternalError("the encoder failed on this image")
+    error.__cause__ = RuntimeError("odd shape")
+    done = run(raising(error))
+    [record] = caplog.records
+    assert record.exc_info is not None
+    assert record.exc_info[1] is error.__cause__
+    assert b"odd shape" not in done.sent[1]["body"]
 
 
 def test_what_is_answered_2xx_is_timed_to_the_last_byte() -> None:
@@ -176,9 +212,12 @@ def test_what_is_answered_2xx_is_timed_to_the_last_byte() -> None:
     assert refused.metric("request_duration_seconds_count", route="/embed") == 0
 
 
-def test_a_caller_who_left_is_counted_and_gets_nothing() -> None:
-    done = run(raising(ClientDisconnect()))
+def test_a_caller_who_left_is_counted_and_gets_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "service")
+    done = run(raising(ClientDisconnect()), headers=[(b"x-request-id", b"id-7")])
     assert done.sent == []
+    assert [record.getMessage() for record in caplog.records] == ["POST /embed [id-7]: the caller left"]
+    assert [(r.__dict__["status"], r.__dict__["code"]) for r in caplog.records] == [(499, None)]
     assert done.metric("requests_total", route="/embed", status="499") == 1
 
 
@@ -223,7 +262,9 @@ def test_head_is_a_get_without_its_body() -> None:
     assert b"".join(message["body"] for message in done.sent[1:]) == b""
 
 
-def test_a_request_cut_off_by_the_end_of_the_server_is_told_so() -> None:
+def test_a_request_cut_off_by_the_end_of_the_server_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "service")
+
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await asyncio.Event().wait()
 
@@ -237,6 +278,7 @@ def test_a_request_cut_off_by_the_end_of_the_server_is_told_so() -> None:
 
     asyncio.run(cancel())
     assert (done.status, done.error["code"], done.headers["retry-after"]) == (503, "draining", "5")
+    assert ["503 draining" in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_an_error_after_the_answer_began_cuts_the_connection() -> None:

@@ -1,14 +1,31 @@
 from __future__ import annotations
 
+import re
+from typing import cast
+
 import pytest
 import torch
 
 from models import OutputSpec
-from service.errors import ApiError
-from service.options import MAX_JSON_FLOATS, EmbedOptions, negotiate, read_query, resolve_options
+from service.errors import ApiError, BadRequest, NotAcceptable
+from service.options import (
+    MAX_JSON_FLOATS,
+    EmbedOptions,
+    Format,
+    check_options,
+    negotiate,
+    openai_options,
+    read_query,
+    resolve_options,
+)
 
 DEFAULTS = EmbedOptions(
-    pooling="mean", normalize=True, deepstack=False, dtype="float32", encoding_format="float"
+    pooling="mean",
+    normalize=True,
+    deepstack=False,
+    dtype="float32",
+    encoding_format="float",
+    format="json",
 )
 
 
@@ -67,7 +84,7 @@ def test_booleans_of_json(value: bool, expected: bool) -> None:
         ({"deepstack": "2"}, "deepstack"),
         ({"dtype": "float64"}, "dtype"),
         ({"encoding_format": "hex"}, "encoding_format"),
-        ({"format": "safetensors"}, "format"),
+        ({"format": "openai"}, "format"),
         ({"format": "JSON"}, "format"),
     ],
 )
@@ -83,7 +100,8 @@ def test_what_a_client_sent_is_shown_escaped_and_cut() -> None:
 
 
 def test_the_message_says_what_is_served() -> None:
-    assert refusal({"format": "npy"}).message == 'format must be json, not "npy"'
+    message = refusal({"format": "npz"}).message
+    assert message == 'format must be json or safetensors or npy or vllm, not "npz"'
 
 
 @pytest.mark.parametrize(
@@ -94,10 +112,36 @@ def test_the_message_says_what_is_served() -> None:
         ({"pooling": "mean", "deepstack": True}, "deepstack"),
         ({"dtype": "float16"}, "dtype"),
         ({"dtype": "bfloat16", "encoding_format": "float"}, "dtype"),
+        ({"format": "safetensors", "encoding_format": "base64"}, "encoding_format"),
+        ({"format": "npy", "encoding_format": "float"}, "encoding_format"),
+        ({"format": "vllm", "encoding_format": "base64"}, "encoding_format"),
+        ({"format": "npy", "dtype": "bfloat16"}, "dtype"),
+        ({"format": "safetensors", "deepstack": True}, "deepstack"),
+        ({"format": "npy", "pooling": "none", "normalize": True}, "normalize"),
+        ({"format": "vllm", "pooling": "mean"}, "pooling"),
+        ({"format": "vllm", "normalize": True}, "normalize"),
+        ({"format": "vllm", "deepstack": False}, "deepstack"),
     ],
 )
 def test_options_that_cannot_apply_conflict(sent: dict[str, str | bool], param: str) -> None:
     error = refusal(sent)
+    assert (error.status, error.code, error.param) == (400, "option_conflict", param)
+    if "dtype" not in sent or len(sent) > 1:  # a lone dtype may yet get the form that it needs
+        with pytest.raises(BadRequest, match=re.escape(error.message)):
+            check_options({"pooling": "mean", **sent} if param == "deepstack" else sent)
+
+
+@pytest.mark.parametrize(
+    ("accept", "sent", "param"),
+    [
+        ("application/x-npy", {"dtype": "bfloat16"}, "dtype"),
+        ("application/x-safetensors", {"encoding_format": "float"}, "encoding_format"),
+    ],
+)
+def test_a_form_out_of_the_accept_header_conflicts_like_one_that_was_asked_for(
+    accept: str, sent: dict[str, str | bool], param: str
+) -> None:
+    error = refusal(sent, accept)
     assert (error.status, error.code, error.param) == (400, "option_conflict", param)
 
 
@@ -107,6 +151,9 @@ def test_options_that_cannot_apply_conflict(sent: dict[str, str | bool], param: 
         {"pooling": "none", "normalize": "false"},
         {"pooling": "mean", "deepstack": "false"},
         {"dtype": "float32", "encoding_format": "float"},
+        {"format": "vllm", "pooling": "none", "normalize": "false", "deepstack": "true"},
+        {"format": "npy", "pooling": "none", "dtype": "float16"},
+        {"format": "safetensors", "dtype": "bfloat16"},
     ],
 )
 def test_a_default_said_aloud_is_no_conflict(sent: dict[str, str | bool]) -> None:
@@ -125,9 +172,9 @@ def test_a_default_said_aloud_is_no_conflict(sent: dict[str, str | bool]) -> Non
         ("text/html, */*;q=0.1", True),
         ("application/json;q=0.001", True),
         ("text/html", False),
-        ("application/x-safetensors", False),
+        ("application/x-safetensors;q=0", False),
         ("application/json;q=0", False),
-        ("application/json;q=0, */*", False),
+        ("application/json;q=0, text/*", False),
         ("application/*;q=0, */*", False),
         ("*/*;q=0", False),
         ("application/json;q=high", False),
@@ -136,12 +183,74 @@ def test_a_default_said_aloud_is_no_conflict(sent: dict[str, str | bool]) -> Non
         (";;,,", False),
     ],
 )
-def test_json_is_acceptable_or_406(accept: str | None, acceptable: bool) -> None:
+def test_what_is_served_is_acceptable_or_406(accept: str | None, acceptable: bool) -> None:
     if acceptable:
         resolve_options({}, accept)
     else:
         error = refusal({}, accept)
         assert (error.status, error.code) == (406, "not_acceptable")
+
+
+@pytest.mark.parametrize(
+    ("accept", "expected"),
+    [
+        (None, "json"),
+        ("*/*", "json"),
+        ("application/x-safetensors", "safetensors"),
+        ("application/x-npy", "npy"),
+        ("application/x-npy, application/x-safetensors", "safetensors"),
+        ("application/x-npy;q=0.9, application/x-safetensors;q=0.8, */*;q=0.1", "npy"),
+        ("application/x-safetensors, */*;q=0.8", "safetensors"),
+        ("application/json;q=0, */*", "safetensors"),
+        ("application/*", "json"),
+        ("text/html, application/x-npy;q=0.2", "npy"),
+    ],
+)
+def test_the_accept_header_decides_the_form(accept: str | None, expected: str) -> None:
+    assert resolve_options({}, accept).format == expected
+    assert resolve_options({"format": "vllm"}, accept).format == "vllm"
+
+
+@pytest.mark.parametrize("form", ["safetensors", "npy"])
+def test_files_default_to_pooled_float32(form: str) -> None:
+    options = resolve_options({"format": form}, None)
+    assert options == EmbedOptions("mean", True, False, "float32", None, cast(Format, form))
+
+
+def test_vllm_defaults_to_all_columns_in_the_models_own_dtype() -> None:
+    options = resolve_options({"format": "vllm"}, None)
+    assert options == EmbedOptions("none", False, True, None, None, "vllm")
+    assert options.output_spec() == OutputSpec(dtype=None)
+    assert resolve_options({"format": "vllm", "dtype": "float16"}, None).dtype == "float16"
+
+
+def test_options_of_openai_are_fixed_but_for_the_encoding() -> None:
+    assert openai_options({}, None) == EmbedOptions("mean", True, False, "float32", "float", "openai")
+    assert openai_options({"encoding_format": "base64"}, "application/json").encoding_format == "base64"
+    with pytest.raises(NotAcceptable):
+        openai_options({}, "application/x-npy")
+    with pytest.raises(BadRequest, match="float or base64"):
+        openai_options({"encoding_format": "hex"}, None)
+
+
+@pytest.mark.parametrize(
+    ("form", "pooling", "num_images", "fits"),
+    [
+        ("npy", "none", 1, True),
+        ("npy", "none", 2, False),
+        ("npy", "mean", 2, True),
+        ("safetensors", "none", 2, True),
+    ],
+)
+def test_npy_holds_the_tokens_of_one_image(form: str, pooling: str, num_images: int, fits: bool) -> None:
+    options = resolve_options({"format": form, "pooling": pooling}, None)
+    sizes = {"num_images": num_images, "num_tokens": 2**24, "hidden_size": 4, "width": 16}
+    if fits:
+        options.check_size(**sizes)
+        return
+    with pytest.raises(BadRequest, match="format=safetensors") as caught:
+        options.check_size(**sizes)
+    assert (caught.value.code, caught.value.param) == ("option_conflict", "format")
 
 
 def test_an_explicit_format_beats_the_accept_header() -> None:
@@ -219,6 +328,6 @@ def test_json_floats_have_a_limit(sent: dict[str, str | bool], counts: tuple[int
     if fits:
         check()
         return
-    with pytest.raises(ApiError, match="encoding_format=base64") as caught:
+    with pytest.raises(ApiError, match="encoding_format=base64 or.*format=safetensors") as caught:
         check()
     assert (caught.value.status, caught.value.code) == (400, "response_too_large")

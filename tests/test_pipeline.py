@@ -5,8 +5,9 @@ import base64
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -18,12 +19,16 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
-from models import BatchResult, EncodeItem, Patches, Preprocessor, VisionEncoder
+from models import EncodeItem, Patches, Preprocessor, Replica, VisionEncoder
+from service.admission import ByteBudget
+from service.batcher import Batcher, QueueLimits
 from service.context import RequestContext
+from service.encoding import Answer
 from service.errors import ApiError
 from service.pipeline import Pipeline
 from service.settings import Settings
-from tests.conftest import CONFIG, FakeEncoder, encode_image, known_embedding, only
+from service.ticket import Ticket
+from tests.conftest import CONFIG, FakeEncoder, FakeRunning, encode_image, known_embedding, only
 
 LEFT: Message = {"type": "http.disconnect"}
 
@@ -46,19 +51,34 @@ class RecordingPreprocessor(Preprocessor):
 
 
 class Source:
-    """Where the pipeline gets embeddings from: encodes at once, in the calling thread."""
+    """Where the pipeline gets embeddings from: a queue, and a device that encodes at once."""
 
-    def __init__(self, preprocessor: Preprocessor | None = None) -> None:
-        fake = FakeEncoder()
+    def __init__(
+        self,
+        preprocessor: Preprocessor | None = None,
+        fail: Callable[[Sequence[EncodeItem]], None] = lambda items: None,
+    ) -> None:
+        fake = FakeEncoder(fail)
         fake.preprocessor = preprocessor or fake.preprocessor
         self.encoder = cast(VisionEncoder, fake)
-        self.submitted: list[list[EncodeItem]] = []
+        self.submitted = fake.batches
+        self.limits = QueueLimits(max_batch_tokens=100_000, max_queue_tokens=100_000)
+        self.budget = ByteBudget(2**29)
 
-    def submit(self, items: Sequence[EncodeItem]) -> Future[BatchResult]:
-        self.submitted.append(list(items))
-        future: Future[BatchResult] = Future()
-        future.set_result(self.encoder.launch(items).wait())
-        return future
+    @contextmanager
+    def serving(self) -> Iterator[Batcher]:
+        batcher = Batcher(self.limits, observe=lambda stats: None, on_lost=lambda error: None)
+        held_bytes = self.budget.held_bytes
+        batcher.add_device("fake")
+        replica = Replica("fake", lambda: self.encoder)
+        replica.serve(lambda: batcher.take("fake"))
+        try:
+            yield batcher
+        finally:
+            batcher.close()
+            replica.close()
+        assert (batcher.waiting_images, batcher.waiting_tokens, batcher.reserved_tokens) == (0, 0, 0)
+        assert self.budget.held_bytes == held_bytes
 
 
 class Exchange:
@@ -84,23 +104,29 @@ class Exchange:
             ],
         }
         self.context.attach(self.scope)
+        self.over = threading.Event()  # answered, or refused
 
     async def receive(self) -> Message:
         if not self.unread:
             await asyncio.Event().wait()  # the caller waits for the answer
         return self.unread.pop(0)
 
-    def run(self, source: Source, settings: Settings) -> dict[str, Any]:
-        async def embed() -> bytes:
+    def run(
+        self, source: Source, settings: Settings, executor: ThreadPoolExecutor | None = None
+    ) -> dict[str, Any]:
+        """`executor`: its threads end with the request, unless it is given."""
+
+        async def embed() -> Answer:
             try:
                 return await pipeline.embed(Request(self.scope, self.receive))
             finally:
                 await asyncio.sleep(0)
                 assert asyncio.all_tasks() == {asyncio.current_task()}, "the request left a task behind"
+                self.over.set()
 
-        with ThreadPoolExecutor(2, thread_name_prefix="decode") as executor:
-            pipeline = Pipeline(settings, source, executor)
-            answer: dict[str, Any] = json.loads(asyncio.run(embed()))
+        with ThreadPoolExecutor(2, thread_name_prefix="decode") as own, source.serving() as batcher:
+            pipeline = Pipeline(settings, source, batcher, source.budget, executor or own)
+            answer: dict[str, Any] = json.loads(b"".join(asyncio.run(embed()).body))
             return answer
 
     def refusal(self, settings: Settings, source: Source | None = None) -> ApiError:
@@ -165,23 +191,27 @@ class Watched(torch.Tensor):
 
     threads: list[str]
 
-    def numpy(self, *, force: bool = False) -> npt.NDArray[Any]:
+    def contiguous(self, memory_format: torch.memory_format = torch.contiguous_format) -> torch.Tensor:
         self.threads.append(threading.current_thread().name)
-        return self.as_subclass(torch.Tensor).numpy(force=force)
+        return self.as_subclass(torch.Tensor)
 
 
 class WatchedSource(Source):
-    """Answers embeddings of a size, each watched."""
+    """Answers an embedding of a size, which is watched."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
-        self.embedding = torch.zeros(size).as_subclass(Watched)
-        self.embedding.threads = []
+        embedding = torch.zeros(size).as_subclass(Watched)
+        embedding.threads = []
+        self.embedding = embedding
+        fake = cast(FakeEncoder, self.encoder)
+        launch = fake.launch
 
-    def submit(self, items: Sequence[EncodeItem]) -> Future[BatchResult]:
-        future: Future[BatchResult] = Future()
-        future.set_result(replace(super().submit(items).result(), embeddings=(self.embedding,)))
-        return future
+        def launch_watched(items: Sequence[EncodeItem]) -> FakeRunning:
+            result = replace(launch(items).wait(), embeddings=(embedding,))
+            return FakeRunning(lambda: result)
+
+        fake.launch = launch_watched  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize(("size", "thread"), [(32_768, "MainThread"), (32_769, "decode")])
@@ -220,17 +250,19 @@ def test_the_event_loop_goes_on_while_images_are_prepared(settings: Settings) ->
             preprocessor.tick.set()
             await asyncio.sleep(0.001)
 
-    async def main() -> bytes:
+    async def main() -> Answer:
         beating = asyncio.create_task(heartbeat())
         try:
-            with ThreadPoolExecutor(1) as executor:
+            with ThreadPoolExecutor(1) as executor, source.serving() as batcher:
                 exchange = json_exchange(*[encode_image()] * 3)
                 request = Request(exchange.scope, exchange.receive)
-                return await Pipeline(settings, source, executor).embed(request)
+                pipeline = Pipeline(settings, source, batcher, source.budget, executor)
+                return await pipeline.embed(request)
         finally:
             beating.cancel()
 
-    assert len(json.loads(asyncio.run(main()))["data"]) == 3
+    [body] = asyncio.run(main()).body
+    assert len(json.loads(bytes(body))["data"]) == 3
 
 
 def test_a_query_parameter_wins(settings: Settings) -> None:
@@ -346,11 +378,42 @@ def test_accept_may_come_in_several_lines(settings: Settings) -> None:
     assert Exchange(encode_image(), headers=lines[:1]).refusal(settings).status == 406
 
 
-def test_work_for_a_caller_who_left_is_not_submitted(settings: Settings) -> None:
-    source = Source()
+@contextmanager
+def busy_executor(gate: threading.Event) -> Iterator[ThreadPoolExecutor]:
+    """Decodes nothing before the gate opens, at the latest at the end."""
+    with ThreadPoolExecutor(1, thread_name_prefix="decode") as executor:
+        executor.submit(gate.wait)
+        try:
+            yield executor
+        finally:
+            gate.set()
+
+
+def test_a_caller_who_left_before_decoding_costs_nothing(settings: Settings, gate: threading.Event) -> None:
+    preprocessor = RecordingPreprocessor()
+    source = Source(preprocessor)
+    exchange = Exchange(encode_image(), then=[LEFT])
+    with busy_executor(gate) as executor, pytest.raises(ClientDisconnect):
+        exchange.run(source, settings, executor)
+    assert (preprocessor.checked_in, preprocessor.threads, source.submitted) == ([], [], [])
+    assert set(exchange.context.stages_s) == {"read"}
+
+
+def test_work_for_a_caller_who_left_is_not_queued(settings: Settings) -> None:
+    class Leaving(RecordingPreprocessor):
+        """The caller leaves while the image is decoded."""
+
+        def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+            exchange.leave()
+            assert exchange.over.wait(10)
+            return super().__call__(rgb)
+
+    exchange = LeavingExchange(encode_image())
+    source = Source(Leaving())
     with pytest.raises(ClientDisconnect):
-        Exchange(encode_image(), then=[LEFT]).run(source, settings)
+        exchange.run(source, settings)
     assert source.submitted == []
+    assert set(exchange.context.stages_s) == {"read"}
 
 
 def test_a_caller_who_leaves_during_the_body_ends_the_request(settings: Settings) -> None:
@@ -360,29 +423,137 @@ def test_a_caller_who_leaves_during_the_body_ends_the_request(settings: Settings
         exchange.run(Source(), settings)
 
 
+class LeavingExchange(Exchange):
+    """A request whose caller leaves when the test says so, from any thread."""
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__(body)
+        self._left = threading.Event()
+
+    def leave(self) -> None:
+        self._left.set()
+
+    async def receive(self) -> Message:
+        if self.unread:
+            return self.unread.pop(0)
+        while not self._left.is_set():  # noqa: ASYNC110 - set by another thread
+            await asyncio.sleep(0.001)
+        return LEFT
+
+
 def test_answers_for_a_caller_who_left_are_not_written(settings: Settings) -> None:
-    class Leaving(Source):
-        """The caller leaves while the device works."""
-
-        def submit(self, items: Sequence[EncodeItem]) -> Future[BatchResult]:
-            exchange.leave()
-            return super().submit(items)
-
-    class LeavingExchange(Exchange):
-        def __init__(self, body: bytes) -> None:
-            super().__init__(body)
-            self.leave: Callable[[], None] = lambda: None
-
-        async def receive(self) -> Message:
-            if self.unread:
-                return self.unread.pop(0)
-            left = asyncio.Event()
-            self.leave = left.set
-            await left.wait()
-            return LEFT
+    def leave(items: Sequence[EncodeItem]) -> None:
+        """While the device works."""
+        exchange.leave()
+        assert exchange.over.wait(10)
 
     exchange = LeavingExchange(encode_image())
     with pytest.raises(ClientDisconnect):
-        exchange.run(Leaving(), settings)
-    assert "encode" in exchange.context.stages_s
-    assert "serialize" not in exchange.context.stages_s
+        exchange.run(Source(fail=leave), settings)
+    assert set(exchange.context.stages_s) == {"read", "decode", "queue"}
+
+
+def test_a_request_past_its_deadline_is_answered_whatever_holds_it_up(
+    settings: Settings, gate: threading.Event
+) -> None:
+    exchange = Exchange(encode_image())
+    with busy_executor(gate) as executor, pytest.raises(ApiError) as caught:
+        exchange.run(Source(), only(settings, request_timeout_s=0.05), executor)
+    assert (caught.value.status, caught.value.code) == (504, "deadline_exceeded")
+
+
+def test_a_deadline_does_not_depend_on_the_device(settings: Settings) -> None:
+    def hold(items: Sequence[EncodeItem]) -> None:
+        assert exchange.over.wait(10)
+
+    exchange = Exchange(encode_image())
+    source = Source(fail=hold)
+    error = exchange.refusal(only(settings, request_timeout_s=0.05), source)
+    assert (error.status, error.code) == (504, "deadline_exceeded")
+    assert len(source.submitted) == 1
+
+
+def test_a_body_that_is_not_there_by_the_deadline_is_the_callers_fault(settings: Settings) -> None:
+    exchange = Exchange(b"")
+    exchange.unread[:] = [{"type": "http.request", "body": b"half", "more_body": True}]
+    error = exchange.refusal(only(settings, request_timeout_s=0.05))
+    assert (error.status, error.code) == (408, "body_timeout")
+
+
+def test_a_full_queue_refuses_before_the_body_is_read(settings: Settings, gate: threading.Event) -> None:
+    def hold(items: Sequence[EncodeItem]) -> None:
+        gate.wait()
+
+    source = Source(fail=hold)
+    source.limits = QueueLimits(max_batch_tokens=6, max_queue_tokens=7)
+
+    async def main() -> list[Any]:
+        with ThreadPoolExecutor(2) as executor, source.serving() as batcher:
+            pipeline = Pipeline(settings, source, batcher, source.budget, executor)
+
+            def start() -> asyncio.Task[bytes]:
+                exchanges.append(Exchange(encode_image()))  # 6 tokens
+                request = Request(exchanges[-1].scope, exchanges[-1].receive)
+                return asyncio.create_task(pipeline.embed(request))
+
+            started = [start() for _ in range(2)]  # both are on the device
+            await until(lambda: len(source.submitted) == 2)
+            started += [start()]
+            await until(lambda: batcher.waiting_tokens == 6)
+            started += [start()]  # would be one token more than there is room for
+            await until(lambda: started[3].done())
+            assert len(exchanges[3].unread) == 0
+            filling = Ticket()
+            batcher.admit(filling, 1)
+            started += [start()]
+            await until(lambda: started[4].done())
+            assert len(exchanges[4].unread) == 1
+            gate.set()
+            batcher.leave(filling)
+            return await asyncio.gather(*started, return_exceptions=True)
+
+    exchanges: list[Exchange] = []
+    answers = asyncio.run(main())
+    assert [isinstance(answer, bytes) for answer in answers] == [True, True, True, False, False]
+    assert {(error.status, error.code) for error in answers[3:]} == {(429, "queue_full")}
+    assert all(error.headers()["Retry-After"] == "1" for error in answers[3:])
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+@pytest.mark.parametrize("says_its_length", [True, False])
+def test_bytes_in_memory_have_a_limit(says_its_length: bool, settings: Settings) -> None:
+    image = encode_image()
+    headers = [("content-length", str(len(image)))] if says_its_length else []
+    source = Source()
+    source.budget = ByteBudget(len(image))
+    with source.budget.permit(1):
+        exchange = Exchange(image, headers=headers)
+        with pytest.raises(ApiError) as caught:
+            exchange.run(source, settings)
+        assert (caught.value.status, caught.value.code) == (429, "too_many_bytes")
+        assert caught.value.headers() == {"Retry-After": "1"}
+        assert len(exchange.unread) == says_its_length
+        assert source.budget.held_bytes == 1
+    Exchange(image, headers=headers).run(source, settings)
+    assert source.submitted != []
+
+
+@pytest.mark.parametrize("length", ["x", "-1", "9" * 30, "99999999999"])
+def test_a_length_that_will_be_refused_takes_no_room(length: str, settings: Settings) -> None:
+    error = Exchange(encode_image(), headers=[("content-length", length)]).refusal(settings)
+    assert error.status in (400, 413)
+
+
+def test_more_tokens_than_the_queue_could_ever_hold_are_too_large(settings: Settings) -> None:
+    preprocessor = RecordingPreprocessor()
+    source = Source(preprocessor)
+    source.limits = QueueLimits(max_batch_tokens=6, max_queue_tokens=11)
+    error = json_exchange(encode_image(), encode_image()).refusal(settings, source)
+    assert (error.status, error.code) == (413, "too_many_tokens")
+    assert preprocessor.threads == []
+    Exchange(encode_image()).run(source, settings)

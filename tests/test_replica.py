@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -370,3 +371,100 @@ def test_the_encoder_itself_runs_in_a_group() -> None:
     assert [stats.misses for stats in result.stats] == [
         {"disabled": stats.num_images} for stats in result.stats
     ]
+
+
+class Batches:
+    """Gives a replica what the test has put in, and lets it wait otherwise."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[tuple[Sequence[EncodeItem], Future[BatchResult]] | BaseException | None] = (
+            queue.Queue()
+        )
+        self.num_taken = 0
+
+    def put(self, *items: EncodeItem) -> Future[BatchResult]:
+        future: Future[BatchResult] = Future()
+        self._queue.put((items, future))
+        return future
+
+    def end(self, error: BaseException | None = None) -> None:
+        self._queue.put(error)
+
+    def take(self) -> tuple[Sequence[EncodeItem], Future[BatchResult]] | None:
+        taken = self._queue.get(timeout=10)
+        if isinstance(taken, BaseException):
+            raise taken
+        self.num_taken += taken is not None
+        return taken
+
+
+def test_serving_takes_batches_until_there_are_no_more(make: Make) -> None:
+    encoder, batches = Encoder(), Batches()
+    replica = make(encoder, "cuda:1")
+    serving = replica.serve(batches.take)
+    first, second = batches.put(image(1), image(2)), batches.put(image(3))
+    assert [numbers(first.result(10)), numbers(second.result(10))] == [[1, 2], [3]]
+    assert first.result().stats[0].device == "cuda:1"
+    assert not serving.done()
+    batches.end()
+    assert serving.result(10) is None
+    assert len(set(encoder.launch_threads[1:])) == 1
+    assert numbers(replica.submit([image(4)]).result(10)) == [4]  # all places are free again
+
+
+def test_serving_takes_a_batch_only_when_the_device_has_a_place(make: Make) -> None:
+    encoder, batches = Encoder(), Batches()
+    encoder.may_finish.clear()
+    serving = make(encoder).serve(batches.take)
+    futures = [batches.put(image(n)) for n in range(MAX_LAUNCHED + 2)]
+    eventually(lambda: batches.num_taken == MAX_LAUNCHED)
+    time.sleep(0.02)
+    assert batches.num_taken == MAX_LAUNCHED
+    batches.end()
+    encoder.may_finish.set()
+    assert [numbers(future.result(10)) for future in futures] == [[n] for n in range(MAX_LAUNCHED + 2)]
+    serving.result(10)
+    assert encoder.most_running <= MAX_LAUNCHED
+
+
+def test_serving_goes_on_after_a_batch_that_failed(make: Make) -> None:
+    encoder, batches = Encoder(fail_launch=RuntimeError("odd shape")), Batches()
+    serving = make(encoder).serve(batches.take)
+    failed = [batches.put(image(n)) for n in range(MAX_LAUNCHED + 1)]
+    assert {str(future.exception(10)) for future in failed} == {"odd shape"}
+    encoder.fail_launch = None
+    encoder.fail_wait = RuntimeError("out of memory")
+    failed = [batches.put(image(n)) for n in range(MAX_LAUNCHED + 1)]
+    assert {str(future.exception(10)) for future in failed} == {"out of memory"}
+    encoder.fail_wait = None
+    assert numbers(batches.put(image(5)).result(10)) == [5]
+    batches.end()
+    serving.result(10)
+
+
+def test_a_lost_device_ends_its_batches_and_not_the_serving(make: Make) -> None:
+    encoder, batches = Encoder(fail_wait=LOST), Batches()
+    serving = make(encoder).serve(batches.take)
+    assert isinstance(batches.put(image(1)).exception(10), DeviceError)
+    assert not serving.done()  # who gives the batches decides
+    batches.end()
+    serving.result(10)
+
+
+@pytest.mark.parametrize("error", [ValueError("no batch"), SystemExit()])
+def test_serving_ends_with_what_no_batch_can_be_blamed_for(make: Make, error: BaseException) -> None:
+    batches = Batches()
+    serving = make(Encoder()).serve(batches.take)
+    batches.end(error)
+    assert serving.exception(10) is error
+
+
+def test_nothing_is_taken_where_the_model_could_not_be_loaded() -> None:
+    def load() -> VisionEncoder:
+        raise ModelError("no such folder")
+
+    batches = Batches()
+    replica = Replica("cpu", load)
+    assert isinstance(replica.serve(batches.take).exception(10), ModelError)
+    assert batches.num_taken == 0
+    replica.close()

@@ -19,6 +19,7 @@ DEFAULTS: dict[str, Any] = {
     "host": "127.0.0.1",
     "port": 8080,
     "log_level": "info",
+    "log_format": "text",
     "model": "demo",
     "served_model_name": None,
     "revision": None,
@@ -32,13 +33,20 @@ DEFAULTS: dict[str, Any] = {
     "encoder_cudagraph_max_images_per_batch": 0,
     "min_pixels": None,
     "max_pixels": None,
+    "max_batch_tokens": 16_384,
+    "max_wait_ms": 0.0,
+    "max_queue_tokens": 131_072,
+    "max_inflight_bytes": 512 * 2**20,
     "max_body_bytes": 67_108_864,
     "max_image_bytes": 20_971_520,
     "max_image_pixels": 67_108_864,
     "max_images_per_request": 32,
     "max_request_tokens": 65_536,
     "body_timeout_s": 30.0,
+    "request_timeout_s": 30.0,
+    "device_timeout_s": 60.0,
     "decode_threads": len(os.sched_getaffinity(0)),
+    "shutdown_delay_s": 0.0,
     "shutdown_grace_s": 35.0,
 }
 
@@ -65,6 +73,9 @@ SDPA = ["--mm-encoder-attn-backend", "TORCH_SDPA"]
     ("argv", "parts"),
     [
         (["--max-body-bytes", "5"], ["--max-image-bytes 20971520", "--max-body-bytes 5"]),
+        (["--max-inflight-bytes", "9"], ["--max-body-bytes 67108864", "--max-inflight-bytes 9"]),
+        (["--request-timeout-s", "35.5"], ["--request-timeout-s 35.5", "--shutdown-grace-s 35"]),
+        (["--shutdown-grace-s", "29"], ["--request-timeout-s 30", "--shutdown-grace-s 29"]),
         (["--min-pixels", "9", "--max-pixels", "8"], ["--min-pixels 9", "--max-pixels 8"]),
         (["--revision", "v1"], ["--revision v1", "--model", "demo"]),
         (["--revision", "v1", "--model", "./folder"], ["--revision v1", "--model", "./folder"]),
@@ -127,10 +138,30 @@ def test_a_changed_setting_leaves_the_others_unset(settings: Settings) -> None:
 
 
 def test_equal_limits_are_no_contradiction() -> None:
-    settings = parse_settings(
-        ["--max-body-bytes=7", "--max-image-bytes=7", "--min-pixels=5", "--max-pixels=5"], {}
-    )
-    assert settings.max_body_bytes == settings.max_image_bytes
+    limits = ["--max-inflight-bytes=7", "--max-body-bytes=7", "--max-image-bytes=7"]
+    times = ["--request-timeout-s=5", "--shutdown-grace-s=5"]
+    settings = parse_settings([*limits, *times, "--min-pixels=5", "--max-pixels=5"], {})
+    assert settings.max_body_bytes == settings.max_image_bytes == settings.max_inflight_bytes
+    assert settings.request_timeout_s == settings.shutdown_grace_s
+
+
+@pytest.mark.parametrize("name", ["max_wait_ms", "shutdown_delay_s"])
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "-0.001"])
+def test_times_that_may_be_nothing_are_finite_and_not_negative(name: str, value: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(SettingsError, match=flag):
+        parse_settings([f"{flag}={value}"], {})
+    assert getattr(parse_settings([f"{flag}=0"], {}), name) == 0
+
+
+@pytest.mark.parametrize(
+    "name", ["body_timeout_s", "request_timeout_s", "device_timeout_s", "shutdown_grace_s"]
+)
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
+def test_limits_of_time_are_finite_and_not_zero(name: str, value: str) -> None:
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(SettingsError, match=flag):
+        parse_settings([f"{flag}={value}"], {})
 
 
 def test_settings_are_immutable() -> None:

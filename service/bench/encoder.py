@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
@@ -32,13 +32,21 @@ from models import (
     find_device,
     open_checkpoint,
     random_checkpoint,
+    replica_devices,
 )
 from service.bench.sides import SIDES, Side, make_side
+from service.bench.timing import (
+    cpu_seconds,
+    product_rate,
+    time_on_device,
+    time_submitted,
+    time_whole,
+)
 from service.bench.workloads import WORKLOADS, Workload, make_workload
 from service.dtypes import TORCH_DTYPES
 from service.replicas import use_cores_for_requests
 
-PRODUCT = 8192  # rows, columns and depth of the product that utilisation is measured against
+MAX_SUBMITTED = 4  # batches that replicas have at once, where batches follow each other
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
     steps = CudaGraphSettings.budget_steps
     parser.add_argument("--budget-steps", type=_positive, default=steps, help=f"budgets per octave [{steps}]")
+    parser.add_argument(
+        "--replicas",
+        type=_positive,
+        help="our sides as so many replicas, whose vectors come to the host [none: one encoder]",
+    )
     parser.add_argument("--repeats", type=_positive, help="counted batches of each workload [the workload's]")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
 
@@ -95,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         model = arguments.model
         checkpoint = open_checkpoint(model) if model else random_checkpoint(arguments.size)
         device = find_device(arguments.device)
+        replica_devices(device.type, arguments.replicas or 1)  # are there so many?
         report = _open_report(arguments.json)
     except (ModelError, OSError) as error:
         sys.stderr.write(f"vision-sidecar bench: {error}\n")
@@ -126,13 +140,22 @@ def _measure(
     starts: dict[str, object] = {}
     sys.stdout.write(HEADER)
     for name in sides:
-        side = make_side(name, checkpoint, device, dtype, arguments.attn_backend, arguments.budget_steps)
+        side = make_side(
+            name,
+            checkpoint,
+            device,
+            dtype,
+            attn_backend=arguments.attn_backend,
+            budget_steps=arguments.budget_steps,
+            num_replicas=arguments.replicas,
+        )
         starts[name] = asdict(side.start)
         for workload in workloads:
             rates.append(product_rate(device, dtype))
             rows.append(measure(side, workload, preprocessor, checkpoint.vision, device, rates[-1]))
             sys.stdout.write(format_row(rows[-1]))
             sys.stdout.flush()
+        side.close()
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     rate = float(np.median(rates))
     sys.stdout.write(f"{hardware}, torch {torch.__version__}, product {rate / 1e12:.0f} TFLOP/s (median)\n")
@@ -156,34 +179,23 @@ def measure(
     rate: float,
 ) -> Row:
     """Runs one side over one workload. Utilisation is measured against `rate`, in operations a second."""
-    times_s: list[float] = []
-    cpu_s: list[float] = []
-    work = tokens = images = padding = 0
-    marks: list[torch.cuda.Event] = []
-    for number, batch in enumerate(workload.images(preprocessor)):
-        if number == workload.num_warmup:
-            _synchronize(device)
-            padding = side.padding()
-        started, cpu_started = time.perf_counter(), time.process_time()
-        if workload.timing == "device" and device.type == "cuda":
-            marks.append(_mark())
-            side.encode(batch)
-        else:
-            side.encode(batch)
-            if number >= workload.num_warmup:
-                cpu_s.append(time.process_time() - cpu_started)
-            _synchronize(device)
-        if number >= workload.num_warmup:
-            times_s.append(time.perf_counter() - started)
-            work += sum(arithmetic(image, vision) for image in batch)
-            tokens += sum(image.num_tokens for image in batch)
-            images += len(batch)
+    batches = workload.images(preprocessor)
+    for batch in islice(batches, workload.num_warmup):
+        side.encode(batch)
+        side.wait()
+    padding = side.padding()
+    counted = list(batches)
+    if side.submit is not None:
+        times_s = time_submitted(side.submit, counted, MAX_SUBMITTED if workload.timing == "device" else 1)
+        cpu_s = [math.nan]
+    elif workload.timing == "device" and device.type == "cuda":
+        times_s = time_on_device(side, counted)
+        cpu_s = [cpu_seconds(side, counted[-1]) for _ in range(5)]
+    else:
+        times_s, cpu_s = time_whole(side, counted)
     padding = side.padding() - padding
-    if marks:
-        marks.append(_mark())
-        _synchronize(device)
-        times_s = [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)][workload.num_warmup :]
-        cpu_s = [_cpu_seconds(side, batch, device) for _ in range(5)]
+    images = [image for batch in counted for image in batch]
+    tokens = sum(image.num_tokens for image in images)
     total_s, times_ms = sum(times_s), np.array(times_s) * 1e3
     return Row(
         workload=workload.name,
@@ -194,20 +206,11 @@ def measure(
         mean_ms=float(times_ms.mean()),
         p50_ms=float(np.percentile(times_ms, 50)),
         p99_ms=float(np.percentile(times_ms, 99)),
-        images_per_s=images / total_s,
+        images_per_s=len(images) / total_s,
         padded_share=padding / (tokens + padding),
-        utilisation=work / total_s / rate,
+        utilisation=sum(arithmetic(image, vision) for image in images) / total_s / rate / side.num_devices,
         cpu_ms=float(np.median(cpu_s)) * 1e3,
     )
-
-
-def _cpu_seconds(side: Side, batch: Sequence[Patches], device: torch.device) -> float:
-    """Processor time of one call on an idle device, until it returns."""
-    started = time.process_time()
-    side.encode(batch)
-    spent = time.process_time() - started
-    _synchronize(device)
-    return spent
 
 
 def arithmetic(image: Patches, vision: VisionConfig) -> int:
@@ -218,43 +221,6 @@ def arithmetic(image: Patches, vision: VisionConfig) -> int:
     merger = 2 * tokens * (merged**2 + merged * vision.out_hidden_size)
     levels = 1 + len(vision.deepstack_visual_indexes)
     return vision.depth * block + levels * merger + 2 * n * vision.patch_dim * hidden
-
-
-def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a large matrix product of random values, sustained as the workloads are.
-
-    The median of products that follow each other for some time: a GPU's clock falls under steady load, and a
-    short burst would promise a rate that no long computation reaches.
-    """
-    size, count = (PRODUCT, 400) if device.type == "cuda" else (1024, 5)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-    if device.type == "cuda":
-        marks = [_mark()]
-        for _ in range(count):
-            torch.mm(a, b)
-            marks.append(_mark())
-        _synchronize(device)
-        times_s = [start.elapsed_time(end) / 1e3 for start, end in pairwise(marks)]
-    else:
-        times_s = [_seconds(a, b) for _ in range(count)]
-    return 2 * size**3 / float(np.median(times_s[count // 2 :]))
-
-
-def _seconds(a: torch.Tensor, b: torch.Tensor) -> float:
-    started = time.perf_counter()
-    torch.mm(a, b)
-    return time.perf_counter() - started
-
-
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 HEADER = (

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from transformers import Qwen3VLVisionModel
 from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionConfig
 
-from models import Checkpoint, CudaGraphSettings, Patches, VisionEncoder
+from models import (
+    BatchResult,
+    Checkpoint,
+    CudaGraphSettings,
+    EncodeItem,
+    OutputSpec,
+    Patches,
+    Replica,
+    ReplicaGroup,
+    VisionEncoder,
+    replica_devices,
+)
 
 SIDES = ("transformers", "eager-plain", "eager", "graph-plain", "graph")
 
@@ -25,13 +38,21 @@ class Start:
 
 @dataclass(frozen=True)
 class Side:
-    """One implementation. `encode` starts a batch on the device; `padding` counts padded tokens so far."""
+    """One implementation.
+
+    `encode` starts a batch, and `wait` waits for the devices; `submit`, of replicas only, starts one whose
+    vectors come to the host. `padding` counts padded tokens so far.
+    """
 
     name: str
     attn_backend: str
     encode: Callable[[Sequence[Patches]], object]
+    wait: Callable[[], None]
     padding: Callable[[], int]
     start: Start
+    submit: Callable[[Sequence[Patches]], Future[BatchResult]] | None = None
+    num_devices: int = 1
+    close: Callable[[], None] = lambda: None
 
 
 def make_side(
@@ -39,24 +60,78 @@ def make_side(
     checkpoint: Checkpoint,
     device: torch.device,
     dtype: torch.dtype,
+    *,
     attn_backend: str,
     budget_steps: int,
+    num_replicas: int | None,
 ) -> Side:
-    """`transformers`: its model, eager, SDPA. `eager` and `graph`: ours; `-plain`: without fused kernels."""
+    """`transformers`: its model, eager, SDPA. `eager` and `graph`: ours; `-plain`: without fused kernels.
+
+    With `num_replicas` ours run as so many replicas on the first devices, whatever `device` is. Raises
+    `ModelError` where these are not here.
+    """
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
     if name == "transformers":
         reference = Reference(checkpoint, device, dtype)
-        return Side(name, "SDPA", reference.encode, lambda: 0, Start())
-    encoder = VisionEncoder(
+        return Side(name, "SDPA", reference.encode, wait, lambda: 0, Start())
+    load = partial(
+        VisionEncoder,
         checkpoint,
-        device,
         dtype=dtype,
         attn_backend=attn_backend,
         cuda_graphs=CudaGraphSettings(budget_steps=budget_steps) if name.startswith("graph") else None,
         fused_kernels=not name.endswith("-plain"),
     )
+    if num_replicas:
+        return _side_of_replicas(name, load, replica_devices(device.type, num_replicas))
+    encoder = load(device)
     graphs = encoder.graphs
-    start = Start(len(graphs.graphs), graphs.capture_seconds, graphs.memory_bytes)
-    return Side(name, encoder.attn_backend, encoder.encode, lambda: graphs.counts.padding_tokens, start)
+    return Side(
+        name,
+        encoder.attn_backend,
+        encoder.encode,
+        wait,
+        lambda: graphs.counts.padding_tokens,
+        _start([encoder]),
+    )
+
+
+def _side_of_replicas(
+    name: str, load: Callable[[torch.device], VisionEncoder], devices: Mapping[str, torch.device]
+) -> Side:
+    """What one vector for each image takes, with the images of a batch shared out among the devices."""
+    group = ReplicaGroup([Replica(name, partial(load, device)) for name, device in devices.items()])
+    encoders = [replica.ready.result() for replica in group.replicas]
+    vector = OutputSpec(pooled=True, normalize=True, deepstack=False, dtype=torch.float32)
+
+    def submit(batch: Sequence[Patches]) -> Future[BatchResult]:
+        return group.submit([EncodeItem(patches, vector) for patches in batch])
+
+    return Side(
+        name,
+        encoders[0].attn_backend,
+        encode=lambda batch: submit(batch).result(),
+        wait=lambda: None,  # `encode` has waited
+        padding=lambda: sum(encoder.graphs.counts.padding_tokens for encoder in encoders),
+        start=_start(encoders),
+        submit=submit,
+        num_devices=len(encoders),
+        close=group.close,
+    )
+
+
+def _start(encoders: Sequence[VisionEncoder]) -> Start:
+    """Of the slowest and the largest."""
+    graphs = [encoder.graphs for encoder in encoders]
+    return Start(
+        len(graphs[0].graphs),
+        max(each.capture_seconds for each in graphs),
+        max(each.memory_bytes for each in graphs),
+    )
 
 
 class Reference:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from service.engine import Engine
+from service.openapi import EMBED_ANSWER, EMBED_OPENAPI, error_responses
 from service.pipeline import Pipeline
-from service.schemas import EMBED_OPENAPI, EmbedResponse, error_responses
+from service.routes.answer import AnswerResponse
 
 PATH = "/embed"
 
@@ -14,7 +15,7 @@ PATH = "/embed"
 def add_routes(router: APIRouter, engine: Engine, pipeline: Pipeline) -> None:
     async def embed(request: Request) -> Response:
         with engine.admit():
-            return Response(await pipeline.embed(request), media_type="application/json")
+            return AnswerResponse(await pipeline.embed(request))
 
     router.add_api_route(
         PATH,
@@ -25,8 +26,8 @@ def add_routes(router: APIRouter, engine: Engine, pipeline: Pipeline) -> None:
         "Options are query parameters, form parts or JSON members; a query parameter wins. "
         "A request succeeds whole or fails whole.",
         responses={
-            200: {"model": EmbedResponse, "description": "One entry for each image, in order"},
-            **error_responses(400, 406, 408, 413, 415, 422, 431, 500, 503),
+            200: EMBED_ANSWER,
+            **error_responses(400, 406, 408, 413, 415, 422, 429, 431, 500, 503, 504),
         },
         openapi_extra=EMBED_OPENAPI,
         tags=["embeddings"],

@@ -8,16 +8,20 @@ from fastapi import APIRouter, Request, Response
 
 from service.dtypes import dtype_name
 from service.engine import Engine
-from service.schemas import CudaGraphs, Info, Limits, ModelCard, ModelList, Preprocessing, error_responses
+from service.errors import NotFound, printable
+from service.openapi import error_responses
+from service.schemas import CudaGraphs, Info, Limits, ModelCard, ModelList, Preprocessing
 from service.settings import Settings
 
 INFO = "/info"
 MODELS = "/v1/models"
-PATHS = (INFO, MODELS)
+MODEL = "/v1/models/{model_id:path}"  # a hub id has a slash
+PATHS = (INFO, MODELS, MODEL)
 
 
 def add_routes(router: APIRouter, settings: Settings, engine: Engine, version: str) -> None:
     card = ModelCard(id=settings.served_name, created=int(time.time()))
+    model_body = card.model_dump_json().encode()
     models_body = ModelList(data=[card]).model_dump_json().encode()
 
     async def info(request: Request) -> Response:
@@ -27,6 +31,16 @@ def add_routes(router: APIRouter, settings: Settings, engine: Engine, version: s
 
     async def models(request: Request) -> Response:
         return Response(models_body, media_type="application/json")
+
+    async def model(request: Request) -> Response:
+        model_id: str = request.path_params["model_id"]
+        if model_id != card.id:
+            raise NotFound(
+                f'there is no model "{printable(model_id)}" here; GET {MODELS} says what is served',
+                code="model_not_found",
+                param="model",
+            )
+        return Response(model_body, media_type="application/json")
 
     router.add_api_route(
         INFO,
@@ -40,6 +54,16 @@ def add_routes(router: APIRouter, settings: Settings, engine: Engine, version: s
         models,
         summary="The served model, in the shape of OpenAI's API",
         responses={200: {"model": ModelList}},
+        tags=["model"],
+    )
+    router.add_api_route(
+        MODEL,
+        model,
+        summary="The served model, by its name",
+        responses={200: {"model": ModelCard}, **error_responses(404)},
+        openapi_extra={
+            "parameters": [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
+        },
         tags=["model"],
     )
 

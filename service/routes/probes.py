@@ -5,7 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from service.engine import Engine
-from service.schemas import Status, error_responses
+from service.openapi import error_responses
+from service.schemas import Status
 
 LIVE = "/healthz"
 READY = ("/readyz", "/health")

@@ -1,0 +1,93 @@
+"""What goes into an answer and what comes out: bytes in pieces, which are sent as they are.
+
+Knows nothing of forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from service.dtypes import DtypeName, dtype_name
+from service.options import EmbedOptions
+
+Piece = bytes | memoryview  # a memoryview is of single bytes, so that its length is their number
+
+_PIECE_BYTES = 2**20  # smaller ones are joined, as each costs a call down to the socket
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The body of an answer. Its pieces are never joined, as a whole one may take a gigabyte."""
+
+    body: tuple[Piece, ...]  # at least one
+    media_type: str
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(piece) for piece in self.body)
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Which model made the vectors, as every response says it."""
+
+    name: str
+    revision: str | None
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class ImageFacts:
+    """What the response says of one image beside its embedding."""
+
+    num_tokens: int
+    grid_thw: tuple[int, int, int]  # in patches, before the spatial merge
+    width: int  # in pixels, of the image as seen, after its EXIF orientation
+    height: int
+    sha256: str  # of the bytes sent, in hex
+
+
+@dataclass(frozen=True, eq=False)
+class Embedded:
+    """The images of one request with their embeddings: finite, contiguous, on the host, of one dtype."""
+
+    model: ModelIdentity
+    options: EmbedOptions
+    images: Sequence[ImageFacts]  # at least one
+    embeddings: Sequence[torch.Tensor]  # each [hidden] if pooled, else [tokens, width]
+
+    @property
+    def dtype(self) -> DtypeName:
+        """Of the numbers, which is the model's own where none was asked for."""
+        return dtype_name(self.embeddings[0].dtype)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all images."""
+        return sum(image.num_tokens for image in self.images)
+
+    def rows(self) -> torch.Tensor:
+        """[images, hidden] if pooled, else [all tokens, width]; of a single image no copy."""
+        if self.options.pooling == "mean":
+            return torch.stack(tuple(self.embeddings))
+        return self.embeddings[0] if len(self.embeddings) == 1 else torch.cat(tuple(self.embeddings))
+
+
+def gather(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """The same bytes in fewer pieces: small neighbours are joined, large pieces are left as they are."""
+    gathered: list[Piece] = []
+    small: list[Piece] = []
+    num_small = 0
+    for piece in pieces:
+        if len(piece) < _PIECE_BYTES:
+            small.append(piece)
+            num_small += len(piece)
+        if len(piece) >= _PIECE_BYTES or num_small >= _PIECE_BYTES:
+            gathered.append(b"".join(small))
+            small, num_small = [], 0
+        if len(piece) >= _PIECE_BYTES:
+            gathered.append(piece)
+    return tuple(piece for piece in (*gathered, b"".join(small)) if piece)

@@ -1,0 +1,64 @@
+"""Content parts that a chat request to vLLM takes in place of images.
+
+One `image_embeds` part for each image: all tokens with their deepstack columns, as base64 of a file that vLLM
+reads. Source: vLLM 0.33, `--enable-mm-embeds`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import IO, cast
+
+import orjson
+import torch
+
+from service.dtypes import DtypeName
+from service.encoding.answer import Embedded, ImageFacts, Piece
+from service.encoding.arrays import Base64Writer, little_endian
+from service.encoding.as_npy import npy_file
+
+
+def vllm_pieces(embedded: Embedded) -> Iterator[Piece]:
+    """`{"model", "revision", "fingerprint", "dtype", "token_width", "content": [part, …]}`"""
+    head = {
+        "model": embedded.model.name,
+        "revision": embedded.model.revision,
+        "fingerprint": embedded.model.fingerprint,
+        "dtype": embedded.dtype,
+        "token_width": embedded.embeddings[0].shape[1],
+    }
+    yield orjson.dumps(head)[:-1]
+    yield b',"content":['
+    for index, (image, tokens) in enumerate(zip(embedded.images, embedded.embeddings, strict=True)):
+        yield b"," if index else b""
+        yield from _part(image_uuid(embedded.model.fingerprint, image, embedded.dtype), image, tokens)
+    yield b"]}"
+
+
+def image_uuid(fingerprint: str, image: ImageFacts, dtype: DtypeName) -> str:
+    """The key under which vLLM caches the image: another one for whatever could change its tokens."""
+    return "vs1-" + hashlib.sha256(f"{fingerprint} {image.sha256} {dtype}".encode()).hexdigest()
+
+
+def _part(uuid: str, image: ImageFacts, tokens: torch.Tensor) -> Iterator[Piece]:
+    yield orjson.dumps({"type": "image_embeds", "uuid": uuid})[:-1]
+    yield b',"image_embeds":{"image_embeds":"'
+    yield from _file(tokens)
+    yield b'",'
+    yield orjson.dumps({"image_grid_thw": image.grid_thw})[1:]
+    yield b"}"
+
+
+def _file(tokens: torch.Tensor) -> list[bytes]:
+    """base64 of a torch file for bfloat16, which `.npy` lacks, and of a `.npy` file for other types."""
+    writer = Base64Writer()
+    if tokens.dtype == torch.bfloat16:
+        # The file holds the whole storage, so that of a slice would hold the neighbours' rows too.
+        is_slice = tokens.untyped_storage().nbytes() != tokens.nbytes
+        # torch asks for nothing of a file but to be written and flushed.
+        torch.save(tokens.clone() if is_slice else tokens, cast(IO[bytes], writer))
+    else:
+        for piece in npy_file(little_endian(tokens)):
+            writer.write(piece)
+    return writer.finish()

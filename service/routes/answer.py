@@ -1,0 +1,22 @@
+"""The response of the routes that answer embeddings: pieces of bytes, sent one after the other."""
+
+from __future__ import annotations
+
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from service.encoding import Answer
+
+
+class AnswerResponse(Response):
+    """Sends each piece as it is; a slow reader delays the next one."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__(media_type=answer.media_type, headers={"content-length": str(answer.num_bytes)})
+        self._pieces = answer.body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in self._pieces[:-1]:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": self._pieces[-1]})

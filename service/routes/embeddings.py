@@ -1,0 +1,51 @@
+"""`POST /v1/embeddings`, in the shape of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fastapi import APIRouter, Request, Response
+
+from service.engine import Engine
+from service.errors import ApiError, BadRequest, InvalidShape
+from service.openapi import EMBEDDINGS_OPENAPI, error_responses
+from service.pipeline import Pipeline
+from service.routes.answer import AnswerResponse
+from service.schemas import OpenAIResponse
+
+PATH = "/v1/embeddings"
+
+
+def add_routes(router: APIRouter, engine: Engine, pipeline: Pipeline) -> None:
+    async def embeddings(request: Request) -> Response:
+        with engine.admit(), _openai_errors():
+            return AnswerResponse(await pipeline.embed_openai(request))
+
+    router.add_api_route(
+        PATH,
+        embeddings,
+        methods=["POST"],
+        summary="Embeddings of images, in the shape of OpenAI's API",
+        description="One unit vector for each image of `input`: the normalized mean of its tokens. "
+        "Text is refused. Members that are not known are ignored.",
+        responses={
+            200: {"model": OpenAIResponse, "description": "One entry for each image, in order"},
+            **error_responses(400, 404, 406, 408, 413, 415, 429, 431, 500, 503, 504),
+        },
+        openapi_extra=EMBEDDINGS_OPENAPI,
+        tags=["embeddings"],
+    )
+
+
+@contextmanager
+def _openai_errors() -> Iterator[None]:
+    """Errors as OpenAI's clients know them: no 422, and images are called `input`."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param is not None and error.param.startswith("images"):
+            error.param = "input" + error.param.removeprefix("images")
+        if isinstance(error, InvalidShape):
+            raise BadRequest(error.message, code=error.code, param=error.param) from None
+        raise

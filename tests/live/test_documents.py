@@ -1,0 +1,153 @@
+"""The commands and the Python of the documents, run as they stand there, and what they answer."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from tests.conftest import encode_image
+from tests.decoding import from_json, from_npy, from_safetensors, from_vllm
+from tests.test_docs import DOCUMENTS, ROOT
+
+SIDECAR, LLM = "localhost:8080", "localhost:8000"
+FILES = {"photo.jpg": 1, "one.jpg": 2, "two.png": 3}  # and the seed of their noise
+CHAT = {
+    "id": "1",
+    "object": "chat.completion",
+    "created": 1,
+    "model": "m",
+    "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "Noise."}}],
+}
+
+
+def file_of(name: str) -> bytes:
+    return encode_image(200, 300, format="PNG" if name.endswith("png") else "JPEG", seed=FILES[name])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the files that the documents name."""
+    for name in FILES:
+        (tmp_path / name).write_bytes(file_of(name))
+    return tmp_path
+
+
+def commands(*documents: Path) -> list[str]:
+    """The commands that send a request to us, each with the lines that it goes on over."""
+    pattern = re.compile(r"^    ((?:curl |\().*(?:(?<=[\\|])\n.*)*)$", re.MULTILINE)
+    found = [command for document in documents for command in pattern.findall(document.read_text())]
+    return [command for command in found if SIDECAR in command]
+
+
+def programs() -> list[str]:
+    """Python that stands alone: indented blocks that begin with an import."""
+    pattern = re.compile(r"^(    (?:import|from) .*\n(?:    .*\n|\n(?=    ))*)", re.MULTILINE)
+    blocks = [block for document in DOCUMENTS for block in pattern.findall(document.read_text())]
+    return [re.sub(r"^    ", "", block, flags=re.MULTILINE) for block in blocks]
+
+
+def run_command(command: str, url: str, folder: Path) -> bytes:
+    """What curl received, on standard output or in the file that the command names."""
+    script = 'curl() { command curl --silent --show-error --fail "$@"; }\n' + command
+    done = subprocess.run(
+        ["sh", "-c", script.replace(SIDECAR, url)], cwd=folder, capture_output=True, timeout=60
+    )
+    assert done.returncode == 0, (command, done.stderr)
+    file = re.search(r" -o (\S+)", command)
+    return (folder / file[1]).read_bytes() if file else done.stdout
+
+
+def decode(command: str, body: bytes) -> list[torch.Tensor]:
+    """The embeddings of an answer, in the form that the command asks for."""
+    if "safetensors" in command:
+        return from_safetensors(body)
+    if "npy" in command:
+        rows = from_npy(body)
+        return [rows] if "pooling=none" in command else list(rows)
+    return from_vllm(body) if "vllm" in command else from_json(body)
+
+
+def expected(command: str, url: str) -> list[torch.Tensor]:
+    """The embeddings of the files in the command, in float32 and all in one request, as the command's are."""
+    options = {"encoding_format": "base64", "normalize": "false" if "normalize=false" in command else "true"}
+    if "pooling=none" in command or "vllm" in command:
+        options["pooling"], options["normalize"] = "none", "false"
+        options["deepstack"] = "true" if "deepstack=true" in command or "vllm" in command else "false"
+    names = re.findall(r"photo\.jpg|one\.jpg|two\.png", command)
+    files = [("image", (name, file_of(name))) for name in names]
+    return from_json(httpx.post(f"{url}/embed", files=files, data=options).raise_for_status().content)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, id=f"{path.name} {i}")
+        for path in DOCUMENTS
+        for i, command in enumerate(commands(path))
+    ],
+)
+def test_a_command_answers_the_vectors_of_its_images(command: str, server_url: str, folder: Path) -> None:
+    body = run_command(command, server_url, folder)
+    if "/info" in command:
+        assert json.loads(body)["model"] == "demo"
+        return
+    for got, true in zip(decode(command, body), expected(command, server_url), strict=True):
+        assert torch.equal(got, true.to(got.dtype)), command
+
+
+def test_the_readme_has_a_command_for_each_form() -> None:
+    readme = "\n".join(commands(ROOT / "README.md"))
+    for form in ("encoding_format=base64", "safetensors", "npy", "vllm", "/v1/embeddings", "-F ", "-d @-"):
+        assert form in readme, form
+    assert len(commands(*DOCUMENTS)) >= 15
+
+
+class FakeLLM(BaseHTTPRequestHandler):
+    """Stands in for vLLM: takes the content parts of a message apart by its rules."""
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        *parts, question = request["messages"][0]["content"]
+        # What is missing here is `token_width`, which vLLM has from its own configuration: the demo's.
+        [tokens] = from_vllm(json.dumps({"content": parts, "token_width": 384}).encode())
+        body = json.dumps(CHAT).encode() if question["type"] == "text" and len(tokens) else b"{}"
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing."""
+
+
+@pytest.fixture
+def llm_url() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), FakeLLM) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_the_python_of_the_documents_runs(server_url: str, llm_url: str, folder: Path) -> None:
+    assert len(programs()) >= 4
+    [writes_file] = [command for command in commands(ROOT / "docs/api.md") if "-o tokens.safe" in command]
+    run_command(writes_file, server_url, folder)
+    program = "\n".join(programs()).replace(f"http://{SIDECAR}", server_url).replace(f"http://{LLM}", llm_url)
+    command = [sys.executable, "-W", "ignore", "-c", program]  # one process: imports take seconds
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "torch.bfloat16\n" in done.stdout
+    assert done.stdout.endswith("Noise.\n")

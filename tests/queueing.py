@@ -1,0 +1,66 @@
+"""Requests to the queue without HTTP or images: tickets, and the event loop that their coroutines wait in."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from models import EncodeItem, OutputSpec, Patches
+from service.batcher import Batcher
+from service.ticket import Ticket
+
+POOLED = OutputSpec(pooled=True, deepstack=False)
+
+
+def item(num_tokens: int = 1, value: int = 0, output: OutputSpec = POOLED) -> EncodeItem:
+    """An image of one colour."""
+    pixels = torch.full((4 * num_tokens, 4), value, dtype=torch.uint8)
+    return EncodeItem(Patches(pixels, (1, 2, 2 * num_tokens), num_tokens), output)
+
+
+def value_of(image: EncodeItem) -> int:
+    return int(image.patches.pixels[0, 0])
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "never came true"
+        time.sleep(0.002)
+
+
+class Callers:
+    """Callers that wait for tickets. Their event loop runs while `outcome` does."""
+
+    def __init__(self) -> None:
+        self.runner = asyncio.Runner()
+
+    def ticket(self, deadline: float = float("inf")) -> Ticket:
+        async def make() -> Ticket:
+            return Ticket(deadline)
+
+        return self.runner.run(make())
+
+    def put(self, batcher: Batcher, *images: EncodeItem, deadline: float = float("inf")) -> Ticket:
+        """The ticket of a request that is admitted and queued."""
+        ticket = self.ticket(deadline)
+        batcher.admit(ticket, sum(image.patches.num_tokens for image in images))
+        batcher.put(ticket, images)
+        return ticket
+
+    def outcome(self, ticket: Ticket) -> Sequence[torch.Tensor]:
+        """The embeddings. Raises what the ticket ended with."""
+        return self.runner.run(asyncio.wait_for(ticket.embeddings(), 10))
+
+    def error(self, ticket: Ticket) -> Exception:
+        try:
+            self.outcome(ticket)
+        except Exception as error:
+            return error
+        raise AssertionError("it has an answer")
+
+    def close(self) -> None:
+        self.runner.close()

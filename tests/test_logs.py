@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from service.logs import configure_logging, make_formatter
+from service.settings import LogFormat, LogLevel
+
+
+def record(
+    message: str = "%s said %d", *args: object, error: BaseException | None = None
+) -> logging.LogRecord:
+    info = None if error is None else (type(error), error, error.__traceback__)
+    return logging.LogRecord("service.middleware", logging.WARNING, "file.py", 1, message, args, info)
+
+
+def test_json_is_one_object_a_line_with_these_members() -> None:
+    line = make_formatter("json").format(record("%s said\n%d", "she", 7))
+    assert "\n" not in line
+    members = json.loads(line)
+    age = datetime.now(UTC) - datetime.fromisoformat(members.pop("timestamp"))
+    assert timedelta(seconds=-1) < age < timedelta(seconds=60)
+    assert members == {"level": "WARNING", "logger": "service.middleware", "message": "she said\n7"}
+
+
+def test_json_has_what_a_line_says_beside_its_message_as_members() -> None:
+    line = record("refused")
+    line.__dict__.update(request_id="id-7", method="POST", route="/embed", status=429, code="queue_full")
+    members = json.loads(make_formatter("json").format(line))
+    assert {name: members[name] for name in ("request_id", "method", "route", "status", "code")} == {
+        "request_id": "id-7",
+        "method": "POST",
+        "route": "/embed",
+        "status": 429,
+        "code": "queue_full",
+    }
+
+
+@pytest.mark.parametrize("text", ["\ud800", "\x00\x1b[31m", "\u2028", 'a"b\\c'])
+def test_json_takes_any_text(text: str) -> None:
+    line = make_formatter("json").format(record(text))
+    assert len(line.splitlines()) == 1
+    assert line.encode()
+    assert json.loads(line)["message"] == text
+
+
+def test_a_trace_is_a_member_of_the_same_line() -> None:
+    try:
+        raise ValueError("odd")
+    except ValueError as error:
+        line = make_formatter("json").format(record("failed", error=error))
+    assert "\n" not in line
+    assert "ValueError: odd" in json.loads(line)["exception"]
+
+
+def test_text_is_a_time_a_level_a_name_and_the_message() -> None:
+    line = make_formatter("text").format(record("%s said %d", "she", 7))
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING service\.middleware: she said 7", line)
+
+
+Configure = Callable[[LogLevel, LogFormat], None]
+
+
+@pytest.fixture
+def configure() -> Iterator[Configure]:
+    """Configures the log of a process that has none; all is as before at the end."""
+    root = logging.getLogger()
+    loggers = [root, *map(logging.getLogger, ("service", "models", "python_multipart"))]
+    levels, handlers = [logger.level for logger in loggers], root.handlers[:]
+
+    def without_handlers(level: LogLevel, log_format: LogFormat) -> None:
+        root.handlers[:] = []
+        configure_logging(level, log_format)
+
+    yield without_handlers
+    root.handlers[:] = handlers
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
+
+
+def test_our_lines_are_written_from_the_level_on_and_those_of_libraries_as_warnings(
+    configure: Configure, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure("info", "json")
+    for name in ("service.x", "models.x", "uvicorn.x", "python_multipart.x"):
+        for level in (logging.DEBUG, logging.INFO, logging.WARNING):
+            logging.getLogger(name).log(level, "said")
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = [json.loads(line) for line in err.splitlines()]
+    assert [(line["logger"], line["level"]) for line in lines] == [
+        ("service.x", "INFO"),
+        ("service.x", "WARNING"),
+        ("models.x", "INFO"),
+        ("models.x", "WARNING"),
+        ("uvicorn.x", "WARNING"),
+    ]
+
+
+def test_a_higher_level_holds_for_libraries_too(
+    configure: Configure, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure("error", "text")
+    for name in ("service.x", "uvicorn.x"):
+        logging.getLogger(name).warning("said")
+        logging.getLogger(name).error("cried")
+    assert [line.rpartition(" ")[2] for line in capsys.readouterr().err.splitlines()] == ["cried", "cried"]

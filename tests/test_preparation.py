@@ -1,0 +1,196 @@
+"""What the decode threads do, with an executor whose work runs when, and in the order that, the test says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from models import Patches, Preprocessor, VisionEncoder
+from service.batcher import Batcher, QueueLimits
+from service.errors import ApiError
+from service.images import ImageLimits
+from service.options import resolve_options
+from service.preparation import Preparation, Preparer
+from service.ticket import Ticket
+from tests.conftest import CONFIG, FakeEncoder, encode_image
+from tests.queueing import Callers
+
+TRUNCATED = encode_image(64, 64)[:-200]
+
+
+class ByHand(Executor):
+    """Runs nothing by itself."""
+
+    def __init__(self) -> None:
+        self.work: list[Callable[[], object]] = []
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.work.append(lambda: function(*args))
+        return Future()
+
+    def run(self, index: int = 0) -> None:
+        self.work.pop(index)()
+
+
+class Counting(Preprocessor):
+    """Counts the images that were decoded."""
+
+    num_decoded = 0
+
+    def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+        self.num_decoded += 1
+        return super().__call__(rgb)
+
+
+class Bench:
+    """One request at a time, on its way to a queue whose devices never come."""
+
+    def __init__(self, callers: Callers, max_queue_tokens: int = 1000, max_tokens: int = 1000) -> None:
+        self.callers = callers
+        self.executor = ByHand()
+        self.preprocessor = Counting(CONFIG)
+        encoder = FakeEncoder()
+        encoder.preprocessor = self.preprocessor
+        self._encoder = cast(VisionEncoder, encoder)
+        limits = QueueLimits(max_batch_tokens=100, max_queue_tokens=max_queue_tokens)
+        self.batcher = Batcher(limits, observe=lambda stats: None, on_lost=lambda error: None)
+        self.batcher.add_device("a")
+        self._preparer = Preparer(self.batcher, self.executor, ImageLimits(2**20, 2**20), max_tokens)
+
+    def start(self, *images: bytes) -> tuple[Ticket, Preparation]:
+        ticket = self.callers.ticket()
+        return ticket, self._preparer.start(images, resolve_options({}, None), ticket, self._encoder)
+
+    def refusal(self, ticket: Ticket) -> tuple[int, str, str | None]:
+        error = self.callers.error(ticket)
+        assert isinstance(error, ApiError)
+        assert self.batcher.reserved_tokens == 0
+        return error.status, error.code, error.param
+
+
+@pytest.fixture
+def bench(callers: Callers) -> Bench:
+    return Bench(callers)
+
+
+def test_one_image_is_queued_after_one_piece_of_work(bench: Bench) -> None:
+    ticket, preparation = bench.start(encode_image(64, 96))
+    assert (len(bench.executor.work), bench.batcher.waiting_images) == (1, 0)
+    bench.executor.run()
+    assert bench.executor.work == []
+    assert (bench.batcher.waiting_images, bench.batcher.waiting_tokens) == (1, 6)
+    [facts] = preparation.facts
+    assert (facts.num_tokens, facts.grid_thw, facts.width, facts.height) == (6, (1, 4, 6), 96, 64)
+    assert not ticket.ended
+
+
+def test_images_are_queued_in_order_and_together_in_whatever_order_they_are_decoded(bench: Bench) -> None:
+    _, preparation = bench.start(*[encode_image(32 * n, 32) for n in (1, 2, 3, 4)])
+    bench.executor.run()
+    assert bench.preprocessor.num_decoded == 1
+    for index in (2, 0, 0):
+        assert bench.batcher.waiting_images == 0
+        assert bench.batcher.reserved_tokens == 10  # admitted before anything was decoded
+        bench.executor.run(index)
+    assert [facts.num_tokens for facts in preparation.facts] == [1, 2, 3, 4]
+    taken = bench.batcher.take("a")
+    assert taken is not None
+    assert [image.patches.num_tokens for image in taken[0]] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("order", [(0, 0, 0), (2, 1, 0), (1, 0, 0), (2, 0, 0)])
+@pytest.mark.parametrize(
+    ("broken", "named"), [((0, 2), 0), ((1, 3), 1), ((1, 2, 3), 1), ((2, 3), 2), ((3,), 3)]
+)
+def test_the_first_broken_image_is_named_in_whatever_order_they_are_decoded(
+    order: Sequence[int], broken: Sequence[int], named: int, bench: Bench
+) -> None:
+    ticket, _ = bench.start(*[TRUNCATED if index in broken else encode_image() for index in range(4)])
+    bench.executor.run()
+    for index in order:
+        assert not ticket.ended
+        bench.executor.run(index)
+    assert bench.refusal(ticket) == (400, "invalid_image", f"images[{named}]")
+    assert bench.batcher.waiting_images == 0
+
+
+def test_behind_a_broken_image_nothing_more_is_decoded(bench: Bench) -> None:
+    ticket, _ = bench.start(TRUNCATED, *[encode_image()] * 3)
+    for _ in range(4):
+        bench.executor.run()
+    assert bench.refusal(ticket) == (400, "invalid_image", "images[0]")
+    assert bench.preprocessor.num_decoded == 0
+
+
+def test_nothing_is_read_for_who_left_before(bench: Bench) -> None:
+    ticket, _ = bench.start(b"no image")
+    bench.batcher.leave(ticket)
+    bench.executor.run()
+    assert type(bench.callers.error(ticket)).__name__ == "Abandoned"
+    assert bench.executor.work == []
+
+
+def test_nothing_is_decoded_once_the_caller_left(bench: Bench) -> None:
+    ticket, _ = bench.start(*[encode_image()] * 3)
+    bench.executor.run()
+    assert bench.preprocessor.num_decoded == 1
+    bench.batcher.leave(ticket)
+    assert bench.batcher.reserved_tokens == 0
+    bench.executor.run(1)
+    bench.executor.run()
+    assert bench.preprocessor.num_decoded == 1
+    assert (bench.batcher.waiting_images, bench.batcher.reserved_tokens) == (0, 0)
+
+
+def test_what_is_not_admitted_is_not_decoded(callers: Callers) -> None:
+    bench = Bench(callers, max_queue_tokens=13)
+    waiting, _ = bench.start(encode_image())
+    bench.executor.run()
+    ticket, _ = bench.start(encode_image(), encode_image())
+    bench.executor.run()
+    assert (bench.preprocessor.num_decoded, bench.executor.work) == (1, [])
+    error = callers.error(ticket)
+    assert isinstance(error, ApiError)
+    assert (error.status, error.code) == (429, "queue_full")
+    bench.batcher.leave(waiting)
+    never, _ = bench.start(*[encode_image()] * 3)
+    bench.executor.run()
+    assert bench.refusal(never) == (413, "too_many_tokens", None)
+
+
+def test_tokens_of_a_request_are_counted_before_it_is_admitted(callers: Callers) -> None:
+    bench = Bench(callers, max_tokens=11)
+    ticket, _ = bench.start(encode_image(), encode_image())
+    bench.executor.run()
+    assert bench.refusal(ticket) == (413, "too_many_tokens", "images[1]")
+    assert bench.preprocessor.num_decoded == 0
+
+
+def test_an_error_of_our_own_ends_the_request_too(bench: Bench) -> None:
+    class Failing(Counting):
+        def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+            raise MemoryError
+
+    ticket, _ = bench.start(encode_image(), encode_image())
+    bench.preprocessor.__class__ = Failing
+    bench.executor.run()
+    bench.executor.run()
+    assert isinstance(bench.callers.error(ticket), MemoryError)
+    assert bench.batcher.reserved_tokens == 0
+
+
+def test_other_tokens_than_were_admitted_are_no_silent_leak(bench: Bench) -> None:
+    class Odd(Counting):
+        def num_tokens(self, height: int, width: int) -> int:
+            return super().num_tokens(height, width) + 1
+
+    bench.preprocessor.__class__ = Odd
+    ticket, _ = bench.start(encode_image())
+    bench.executor.run()
+    assert isinstance(bench.callers.error(ticket), AssertionError)
+    assert bench.batcher.reserved_tokens == 0

@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+import torch
+
+from service.ticket import Ticket, settle
+from tests.queueing import Callers
+
+
+def test_embeddings_come_in_the_order_of_the_images(callers: Callers) -> None:
+    ticket = callers.ticket()
+    ticket.queued(3, 1.0)
+    assert [ticket.received(index, torch.tensor([index]), 2.0) for index in (2, 0, 1)] == [False, False, True]
+    assert ticket.ended
+    settle([ticket])
+    assert [int(embedding) for embedding in callers.outcome(ticket)] == [0, 1, 2]
+
+
+def test_an_error_ends_it_at_once(callers: Callers) -> None:
+    ticket = callers.ticket()
+    ticket.queued(2, 1.0)
+    ticket.received(0, torch.tensor([0]), 2.0)
+    ticket.failed(ValueError("odd"))
+    settle([ticket])
+    assert ticket.ended
+    assert str(callers.error(ticket)) == "odd"
+
+
+def test_stages_are_those_that_have_ended(callers: Callers) -> None:
+    ticket = callers.ticket()
+    assert ticket.stages_s(1.0) == {}
+    ticket.queued(1, 1.5)
+    assert ticket.stages_s(1.0) == {"decode": 0.5}
+    ticket.taken(3.5)
+    ticket.taken(5.0)  # once more, after its batch failed
+    assert ticket.stages_s(1.0) == {"decode": 0.5, "queue": 2.0}
+    ticket.received(0, torch.tensor([0]), 7.5)
+    assert ticket.stages_s(1.0) == {"decode": 0.5, "queue": 2.0, "encode": 4.0}
+
+
+def test_it_may_be_settled_twice_and_after_its_coroutine_was_cancelled(callers: Callers) -> None:
+    async def wait(ticket: Ticket) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ticket.embeddings(), 0.001)
+        ticket.failed(ValueError("late"))
+        settle([ticket])
+        settle([ticket])
+        await asyncio.sleep(0)
+
+    callers.runner.run(wait(callers.ticket()))
+
+
+def test_tickets_of_several_loops_are_settled_from_any_thread() -> None:
+    both, one = Callers(), Callers()
+    tickets = [both.ticket(), one.ticket(), both.ticket()]
+    for ticket in tickets:
+        ticket.queued(1, 0.0)
+        ticket.received(0, torch.tensor([7]), 1.0)
+    thread = threading.Thread(target=settle, args=(tickets,))
+    thread.start()
+    for callers, ticket in zip((both, one, both), tickets, strict=True):
+        assert [int(embedding) for embedding in callers.outcome(ticket)] == [7]
+    thread.join()
+    both.close()
+    one.close()
+
+
+def test_a_ticket_of_a_loop_that_was_closed_bothers_no_one() -> None:
+    callers, others = Callers(), Callers()
+    gone, waiting = callers.ticket(), others.ticket()
+    callers.close()
+    for ticket in (gone, waiting):
+        ticket.failed(ValueError("over"))
+    settle([gone, waiting])
+    assert str(others.error(waiting)) == "over"
+    others.close()
