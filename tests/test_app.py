@@ -32,6 +32,7 @@ from service.options import MEDIA_TYPES, OPTION_NAMES
 from service.routes import docs
 from service.schemas import EmbedResponse, ErrorResponse, Info, ModelCard, ModelList, OpenAIResponse
 from service.settings import Settings
+from service.ticket import Ticket
 from tests.conftest import (
     FINGERPRINT,
     HIDDEN_SIZE,
@@ -289,6 +290,38 @@ def test_a_model_that_cannot_be_loaded_fails_the_app(serve: Serve) -> None:
     assert error_of(service.get("/healthz")) == (503, "device_failed", None)
 
 
+def test_a_full_server_refuses_before_anything_is_done(service: Service) -> None:
+    batcher = service.engine.batcher
+
+    async def fill() -> Ticket:
+        filling = Ticket()
+        batcher.admit(filling, batcher.limit_tokens)
+        return filling
+
+    async def body() -> Any:
+        raise AssertionError("read")
+        yield b""
+
+    filling = service.runner.run(fill())
+    response = service.request("POST", "/embed", content=body(), headers={"content-type": "image/png"})
+    assert error_of(response) == (429, "queue_full", None)
+    assert 1 <= int(response.headers["retry-after"]) <= 10
+    assert service.get("/readyz").status_code == 200
+    assert service.metric("requests_total", route="/embed", status="429") == 1
+    assert service.metric("errors_total", code="queue_full") == 1
+    batcher.leave(filling)
+    assert service.embed(encode_image()).status_code == 200
+
+
+def test_an_image_does_not_fit_until_others_are_taken(serve: Serve, settings: Settings) -> None:
+    service = serve(only(settings, max_queue_tokens=6))
+    assert error_of(service.embed_form(encode_image(), encode_image())) == (413, "too_many_tokens", None)
+    assert service.embed(encode_image()).status_code == 200
+    for name in ("queue_images", "queue_tokens", "inflight_bytes"):
+        assert service.metric(name) == 0
+    assert service.metric("queue_limit_tokens") == 6
+
+
 def test_draining_refuses_newcomers(service: Service) -> None:
     service.engine.drain()
     assert service.get("/healthz").status_code == 200
@@ -456,7 +489,7 @@ def test_openapi_describes_every_route_option_and_error(service: Service) -> Non
     }  # fmt: skip
     assert "422" not in openai["responses"]
     assert set(embed["responses"]) == {
-        *("200", "400", "406", "408", "413", "415", "422", "429", "431", "500", "503", "504"),
+        *("200", "400", "406", "408", "413", "415", "422", "429", "431", "500", "502", "503", "504"),
     }
     assert set(schema["components"]["schemas"]["ErrorDetail"]["properties"]["code"]["enum"]) == set(
         ERROR_CODES

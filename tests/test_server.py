@@ -108,9 +108,8 @@ def test_for_a_delay_it_is_unready_and_serves_on(start: Start) -> None:
     assert server.client.get("/healthz").status_code == 200
     answer = server.embed()
     assert (answer.status_code, answer.headers["connection"]) == (200, "close")
-    assert server.engine.state is State.LEAVING
     assert server.has_ended()
-    assert server.engine.state is State.DRAINING
+    assert server.engine.state.name == "DRAINING"
 
 
 def test_after_the_delay_newcomers_are_refused_and_the_admitted_finish(
@@ -180,6 +179,7 @@ def test_with_one_stuck_device_the_others_finish_what_they_have(start: Start, ga
 
 _PROCESS = """
 import sys, threading
+from dataclasses import replace
 from functools import partial
 import torch
 from service import server
