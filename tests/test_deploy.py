@@ -30,14 +30,6 @@ KUBERNETES = ROOT / "deploy/kubernetes"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NAME = {"app.kubernetes.io/name": "vision-sidecar"}
 
-# What the contract promises and the code does not have yet.
-SETTINGS_TO_COME = {
-    *("api_keys", "api_keys_file", "cors_allow_origins", "log_format", "max_batch_tokens", "max_wait_ms"),
-    *("max_queue_tokens", "max_inflight_bytes", "request_timeout_s", "device_timeout_s", "shutdown_delay_s"),
-    *("allowed_media_domains", "allowed_media_networks", "media_timeout_s"),
-}
-METRICS_TO_COME = {"queue_images", "queue_tokens", "queue_limit_tokens", "inflight_bytes"}
-
 
 def read_yaml(path: str) -> Any:
     return yaml.safe_load((ROOT / path).read_text())
@@ -68,7 +60,7 @@ def exposed() -> dict[str, set[str]]:
     metrics.add_device("cuda:0")
     metrics.set_graphs("cuda:0", [64], memory_bytes=1, capture_seconds=1)
     metrics.set_info(model="m", fingerprint="f", dtype="d", attn_backend="a", version="v")
-    series: dict[str, set[str]] = {f"vision_sidecar_{name}": set() for name in METRICS_TO_COME}
+    series: dict[str, set[str]] = {}
     for family in registry.collect():
         for sample in family.samples:
             series.setdefault(sample.name, set()).update(sample.labels)
@@ -86,15 +78,8 @@ def test_every_variable_is_a_setting() -> None:
         for name in re.findall(rf"{ENV_PREFIX}([A-Z_]+[A-Z])", path.read_text())
     }
     assert len(found) > 8
-    unknown = {pair for pair in found if pair[1].lower() not in {*Settings.model_fields, *SETTINGS_TO_COME}}
+    unknown = {pair for pair in found if pair[1].lower() not in Settings.model_fields}
     assert not unknown
-
-
-def test_what_is_to_come_is_not_there_yet() -> None:
-    assert not SETTINGS_TO_COME & set(Settings.model_fields)
-    registry = CollectorRegistry()
-    Metrics(registry, ())
-    assert not {f"vision_sidecar_{name}" for name in METRICS_TO_COME} & {f.name for f in registry.collect()}
 
 
 @pytest.mark.parametrize("expression", expressions())
