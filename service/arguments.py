@@ -15,7 +15,7 @@ from typing import NoReturn, get_args
 from pydantic import ValidationError
 
 from service.errors import printable
-from service.settings import Settings, flag_of
+from service.settings import SECRETS, Settings, flag_of
 
 ENV_PREFIX = "VISION_SIDECAR_"
 _MAX_VALUE_CHARS = 64
@@ -116,7 +116,9 @@ def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     add_arguments(parser)
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        given = printable(unknown[0].split("=", 1)[0])
+        # What stands alone may be a key behind a blank that should not be there.
+        is_shown = unknown[0].startswith("-") or "api_keys" not in namespace
+        given = printable(unknown[0].split("=", 1)[0]) if is_shown else "after --api-keys"
         raise SettingsError(
             f"unknown argument {given}{_suggestion(given, map(flag_of, Settings.model_fields))}"
         )
@@ -154,5 +156,5 @@ def _describe(error: ValidationError, flags: Mapping[str, str]) -> str:
         return problem["msg"]
     name = str(problem["loc"][0])
     source = flag_of(name) if name in flags else _variable(name)
-    value = cut(repr(problem["input"]), _MAX_VALUE_CHARS)
+    value = "a value" if name in SECRETS else cut(repr(problem["input"]), _MAX_VALUE_CHARS)
     return f"{source}: {value} is not allowed; {problem['msg'][0].lower()}{problem['msg'][1:]}"

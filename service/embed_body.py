@@ -25,10 +25,17 @@ class BodyLimits:
 
 
 @dataclass(frozen=True)
-class EmbedBody:
-    """The images of a request, each as the bytes of its file, and its options as sent, not validated."""
+class ImageUrl:
+    """An image that is still to be fetched. Nothing of the URL but its scheme was checked."""
 
-    images: tuple[bytes, ...]  # at least one, none of them empty
+    url: str
+
+
+@dataclass(frozen=True)
+class EmbedBody:
+    """The images of a request, each its bytes or its URL, and its options as sent, not validated."""
+
+    images: tuple[bytes | ImageUrl, ...]  # at least one, none of them empty
     options: Mapping[str, str | bool]  # by name
 
 
@@ -77,7 +84,9 @@ def too_many_images(limits: BodyLimits) -> TooLarge:
     return TooLarge(message, code="too_many_images", param="images")
 
 
-async def join_images(images: Sequence[Sequence[bytes]], run_blocking: RunBlocking) -> tuple[bytes, ...]:
+async def join_images(
+    images: Sequence[Sequence[bytes]], run_blocking: RunBlocking
+) -> tuple[bytes | ImageUrl, ...]:
     """Images out of their chunks, joined off the event loop where they are large, and checked."""
     if sum(len(chunk) for chunks in images for chunk in chunks) > _MAX_JOINED_INLINE_BYTES:
         return check_images(await run_blocking(_join_each, images))
@@ -88,7 +97,7 @@ def _join_each(images: Sequence[Sequence[bytes]]) -> list[bytes]:
     return [b"".join(chunks) for chunks in images]
 
 
-def check_images(images: Sequence[bytes]) -> tuple[bytes, ...]:
+def check_images(images: Sequence[bytes | ImageUrl]) -> tuple[bytes | ImageUrl, ...]:
     """The images of a body that has been read. Raises `BadRequest` where there is none or one is empty."""
     if not images:
         raise BadRequest("the request holds no image", code="empty_input", param="images")

@@ -2,6 +2,7 @@
 
 ApiError
 ├── BadRequest            400   (code given where it is raised)
+├── Unauthorized          401   invalid_api_key                          (with WWW-Authenticate)
 ├── NotFound              404   not_found · model_not_found
 ├── MethodNotAllowed      405   method_not_allowed
 ├── NotAcceptable         406   not_acceptable
@@ -13,7 +14,9 @@ ApiError
 ├── HeadersTooLarge       431   headers_too_large
 ├── InternalError         500   internal_error
 ├── NonFiniteOutput       500   non_finite_output
+├── UpstreamFailed        502   image_url_failed
 ├── Unavailable           503   not_ready · draining · device_failed     (with Retry-After)
+├── UpstreamTimeout       504   image_url_timeout
 └── DeadlineExceeded      504   deadline_exceeded
 """
 
@@ -34,6 +37,8 @@ ErrorCode = Literal[
     "response_too_large",
     "url_not_allowed",
     "text_not_supported",
+    "image_url_rejected",
+    "invalid_api_key",
     "not_found",
     "model_not_found",
     "method_not_allowed",
@@ -52,9 +57,11 @@ ErrorCode = Literal[
     "headers_too_large",
     "internal_error",
     "non_finite_output",
+    "image_url_failed",
     "not_ready",
     "draining",
     "device_failed",
+    "image_url_timeout",
     "deadline_exceeded",
 ]
 ERROR_CODES: tuple[ErrorCode, ...] = get_args(ErrorCode)
@@ -99,6 +106,15 @@ class BadRequest(ApiError):
 
     def __init__(self, message: str, *, code: ErrorCode, param: str | None = None) -> None:
         super().__init__(message, code=code, param=param)
+
+
+class Unauthorized(ApiError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
 
 
 class NotFound(ApiError):
@@ -172,10 +188,20 @@ class NonFiniteOutput(ApiError):
     code = "non_finite_output"
 
 
+class UpstreamFailed(ApiError):
+    status = 502
+    code = "image_url_failed"
+
+
 class Unavailable(ApiError):
     status = 503
     code = "not_ready"
     retry_after_s = 5
+
+
+class UpstreamTimeout(ApiError):
+    status = 504
+    code = "image_url_timeout"
 
 
 class DeadlineExceeded(ApiError):

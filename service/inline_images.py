@@ -1,4 +1,4 @@
-"""Images written as text: base64 and `data:` URIs. Knows nothing of JSON, and fetches nothing.
+"""Images written as text: base64 and `data:` URIs. Knows nothing of JSON; leaves URLs as they are.
 
 Errors are raised without `param`; the caller knows which image it is.
 """
@@ -11,6 +11,7 @@ import re
 import numpy as np
 import numpy.typing as npt
 
+from service.embed_body import ImageUrl
 from service.errors import BadRequest, TooLarge
 
 # A colon is in neither base64 alphabet, so whatever begins like this is meant as a URL.
@@ -34,22 +35,21 @@ def _digit_values() -> npt.NDArray[np.uint8]:
 _DIGIT_VALUES = _digit_values()
 
 
-def decode_item(text: str, max_bytes: int) -> bytes:
-    """The bytes of an image given as a `data:` URI or as base64. Raises `BadRequest`, `TooLarge`."""
+def decode_item(text: str, max_bytes: int) -> bytes | ImageUrl:
+    """The bytes of an image given as `data:` URI or base64, or its URL. Raises `BadRequest`, `TooLarge`."""
     text = text.lstrip(_BLANKS)
     return decode_url(text, max_bytes) if _SCHEME.match(text) else decode_base64(text, max_bytes)
 
 
-def decode_url(url: str, max_bytes: int) -> bytes:
-    """The bytes of an image given as a `data:` URI; others are refused. Raises `BadRequest`, `TooLarge`."""
+def decode_url(url: str, max_bytes: int) -> bytes | ImageUrl:
+    """The bytes of an image given as a `data:` URI, or its URL. Raises `BadRequest`, `TooLarge`."""
     url = url.lstrip(_BLANKS)
     match = _SCHEME.match(url)
     scheme = match[1].lower() if match else ""
     if scheme == "data":
         return _decode_data_uri(url, max_bytes)
     if scheme in ("http", "https"):
-        message = "image URLs are not enabled on this server; send the image's bytes, or a data: URI"
-        raise BadRequest(message, code="url_not_allowed")
+        return ImageUrl(url)
     raise BadRequest("only http:, https: and data: URLs name an image", code="url_not_allowed")
 
 

@@ -13,6 +13,7 @@ from typing import NoReturn
 from service.embed_body import (
     BodyLimits,
     EmbedBody,
+    ImageUrl,
     RunBlocking,
     check_images,
     too_many_images,
@@ -113,14 +114,14 @@ def _option(name: str, value: object) -> str | bool:
     return value
 
 
-def _images(value: object, limits: BodyLimits) -> tuple[bytes, ...]:
+def _images(value: object, limits: BodyLimits) -> tuple[bytes | ImageUrl, ...]:
     items = value if isinstance(value, list) else [value]
     if len(items) > limits.max_images:
         raise too_many_images(limits)
     return check_images([read_item(item, index, limits.max_image_bytes) for index, item in enumerate(items)])
 
 
-def read_item(item: object, index: int, max_bytes: int) -> bytes:
+def read_item(item: object, index: int, max_bytes: int) -> bytes | ImageUrl:
     """The image that an item of a document is. Raises `ApiError`, which names it by `index`."""
     try:
         return _decode(item, max_bytes)
@@ -129,7 +130,7 @@ def read_item(item: object, index: int, max_bytes: int) -> bytes:
         raise
 
 
-def _decode(item: object, max_bytes: int) -> bytes:
+def _decode(item: object, max_bytes: int) -> bytes | ImageUrl:
     match item:
         case str():
             return decode_item(item, max_bytes)

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NoReturn, cast
 
 from fastapi import Request
@@ -19,77 +19,77 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.answers import FIXED_HEADERS, Headers, error_answer, identity_headers, new_request_id
 from service.context import RequestContext
+from service.cors import Cors
 from service.errors import ApiError, InternalError, MethodNotAllowed, NotFound, Unavailable
 from service.metrics import CLIENT_LEFT, OTHER, Metrics
 
 logger = logging.getLogger(__name__)
 
+_EXCHANGE = "vision_sidecar.exchange"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 
 
 class RequestMiddleware:
     """Wraps the app. Requests to `probes` are answered like others, but neither counted nor logged.
 
-    `check` raises for requests to `guarded` paths that would be refused anyway, before anything is done for
-    them: a server that has too much to do must not have to do much to say so.
+    Pages of `cors_origins` may read every answer, errors too: those are made within what tells browsers so.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        metrics: Metrics,
-        probes: frozenset[str],
-        guarded: frozenset[str] = frozenset(),
-        check: Callable[[], None] = lambda: None,
+        self, app: ASGIApp, metrics: Metrics, probes: frozenset[str], cors_origins: Sequence[str] = ()
     ) -> None:
         self._app = app
         self._metrics = metrics
         self._probes = probes
-        self._guarded = guarded
-        self._check = check
+        self._answering: ASGIApp = Cors(self._answer, cors_origins) if cors_origins else self._answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["path"] in self._probes:
-            await self._answer(_Exchange(scope, receive, send), log=False)
+        is_probe = scope["path"] in self._probes
+        exchange = _Exchange(scope, send, is_logged=not is_probe)
+        if is_probe:
+            await self._pass(exchange, receive)
             return
-        exchange = _Exchange(scope, receive, send)
         self._metrics.requests_in_flight.inc()
         try:
-            await self._answer(exchange, log=True)
+            await self._pass(exchange, receive)
         finally:
             self._metrics.requests_in_flight.dec()
             self._record(exchange)
 
-    async def _answer(self, exchange: _Exchange, *, log: bool) -> None:
+    async def _pass(self, exchange: _Exchange, receive: Receive) -> None:
         try:
-            if exchange.scope["path"] in self._guarded:
-                exchange.unrouted = exchange.scope["path"]
-                self._check()
-            await self._app(exchange.scope, exchange.receive, exchange.send)
+            await self._answering(exchange.scope, receive, exchange.send)
+        finally:
+            del exchange.scope[_EXCHANGE]  # else each would hold the other until garbage is collected
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: _Exchange = scope[_EXCHANGE]
+        try:
+            await self._app(scope, receive, send)
         except ClientDisconnect:
             exchange.status = CLIENT_LEFT
-            if log:
+            if exchange.is_logged:
                 logger.info("%s: the caller left", exchange.title, extra=exchange.log_members())
         except ApiError as error:
-            if log:
+            if exchange.is_logged:
                 self._log(exchange, error)
-            await exchange.send_error(error)
+            await exchange.send_error(error, send)
         except asyncio.CancelledError:
             if exchange.started:
                 raise
             cut_off = Unavailable("the server stopped before it could answer", code="draining")
-            if log:
+            if exchange.is_logged:
                 self._log(exchange, cut_off)
-            await exchange.send_error(cut_off)
+            await exchange.send_error(cut_off, send)
         except Exception:
             logger.exception("%s failed", exchange.title, extra=exchange.log_members())
             if exchange.started:
                 raise  # the server closes the connection, so that the caller sees that the answer is cut
             await exchange.send_error(
-                InternalError("the server failed to answer; its log has the request id")
+                InternalError("the server failed to answer; its log has the request id"), send
             )
 
     def _log(self, exchange: _Exchange, error: ApiError) -> None:
@@ -117,14 +117,14 @@ class RequestMiddleware:
 class _Exchange:
     """One request and its answer on their way through."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send, *, is_logged: bool) -> None:
         self.context = RequestContext(_request_id(scope))
         self.context.attach(scope)
         # A HEAD is a GET whose body is not sent, so that no route needs to know of it.
         self.is_head = scope["method"] == "HEAD"
         self.scope = {**scope, "method": "GET"} if self.is_head else scope
-        self.receive = receive
-        self.unrouted = OTHER
+        self.scope[_EXCHANGE] = self
+        self.is_logged = is_logged
         self.status = 500
         self.started = False
         self.error: ApiError | None = None
@@ -132,14 +132,20 @@ class _Exchange:
 
     @property
     def route(self) -> str:
-        """The template of the route that the router found, if it was asked."""
+        """The template of the route that the router found.
+
+        What was answered before the router is counted by its path, which the metrics look up: no template
+        has a parameter.
+        """
         found = self.scope.get("route")
-        return self.unrouted if found is None else cast(str, found.path)
+        return cast(str, self.scope["path"] if found is None else found.path)
 
     @property
     def title(self) -> str:
         """What the log calls it."""
-        return f"{self.scope['method']} {self.route} [{self.context.request_id}]"
+        found = self.scope.get("route")
+        path = OTHER if found is None else found.path
+        return f"{self.scope['method']} {path} [{self.context.request_id}]"
 
     def log_members(self, error: ApiError | None = None) -> dict[str, object]:
         """What a structured log has of it as members."""
@@ -160,11 +166,12 @@ class _Exchange:
             message = {**message, "body": b""}
         await self._send(message)
 
-    async def send_error(self, error: ApiError) -> None:
+    async def send_error(self, error: ApiError, send: Send) -> None:
+        """`send` ends in this exchange's own."""
         self.error = error
         headers, body = error_answer(error)
-        await self.send({"type": "http.response.start", "status": error.status, "headers": headers})
-        await self.send({"type": "http.response.body", "body": body})
+        await send({"type": "http.response.start", "status": error.status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
 
     def _own_headers(self) -> Headers:
         timings_ms = {str(stage): seconds * 1e3 for stage, seconds in self.context.stages_s.items()}

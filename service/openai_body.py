@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from service.embed_body import BodyLimits, EmbedBody, RunBlocking, check_images, too_many_images
+from service.embed_body import BodyLimits, EmbedBody, ImageUrl, RunBlocking, check_images, too_many_images
 from service.errors import ApiError, BadRequest, InvalidShape, NotFound, image_param, printable
 from service.formats import sniff
 from service.json_body import MAX_INLINE_BYTES, Number, load_json, read_item
@@ -91,14 +91,14 @@ def _options(encoding_format: object) -> dict[str, str | bool]:
     return {"encoding_format": encoding_format}
 
 
-def _images(value: object, limits: BodyLimits) -> tuple[bytes, ...]:
+def _images(value: object, limits: BodyLimits) -> tuple[bytes | ImageUrl, ...]:
     items = value if isinstance(value, list) else [value]
     if len(items) > limits.max_images:
         raise too_many_images(limits)
     return check_images([_image(item, index, limits.max_image_bytes) for index, item in enumerate(items)])
 
 
-def _image(item: object, index: int, max_bytes: int) -> bytes:
+def _image(item: object, index: int, max_bytes: int) -> bytes | ImageUrl:
     match item:
         case str() if item.strip() and not _URL.match(item):
             return _image_or_text(item, index, max_bytes)
@@ -113,12 +113,14 @@ def _image(item: object, index: int, max_bytes: int) -> bytes:
     return read_item(item, index, max_bytes)
 
 
-def _image_or_text(text: str, index: int, max_bytes: int) -> bytes:
+def _image_or_text(text: str, index: int, max_bytes: int) -> bytes | ImageUrl:
     """A word may be base64 too, so what it decodes to must look like a file of some known kind."""
     try:
         image = read_item(text, index, max_bytes)
     except BadRequest as error:
         raise _text(index) if error.status == 400 else error from None
+    if isinstance(image, ImageUrl):
+        return image
     try:
         sniff(image)
     except ApiError as error:

@@ -10,7 +10,8 @@ from service.schemas import EmbedResponse, ErrorResponse, VllmResponse
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
 
 _STATUS_TEXTS = {
-    400: "Not an image or a truncated one, malformed JSON or base64, options that cannot apply",
+    400: "Not an image or a truncated one, malformed JSON or base64, options that cannot apply, "
+    "an image URL that is refused or that answered 4xx",
     404: "No such path or model",
     405: "The path does not take this method",
     406: "The Accept header allows no format that is served",
@@ -21,8 +22,9 @@ _STATUS_TEXTS = {
     429: "The server is full; come again after as many seconds as `Retry-After` says",
     431: "The headers are too large",
     500: "The server failed; its log has the request id",
+    502: "An image URL could not be fetched: its server failed",
     503: "Not ready, shutting down, or the device failed",
-    504: "Not answered within the time limit",
+    504: "Not answered within the time limit, or an image did not arrive from its URL in time",
 }
 
 
@@ -35,7 +37,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
         status: {
             "model": ErrorResponse,
             "description": _STATUS_TEXTS[status],
-            **({"headers": _RETRY_AFTER} if status == 503 else {}),
+            **({"headers": _RETRY_AFTER} if status in (429, 503) else {}),
         }
         for status in statuses
     }
@@ -76,9 +78,15 @@ def _only(name: str, schema: dict[str, Any]) -> dict[str, Any]:
 def _json_body() -> dict[str, Any]:
     item = {
         "oneOf": [
-            {"type": "string", "description": "base64 or a `data:` URI"},
+            {"type": "string", "description": "base64, a `data:` URI or a URL"},
             _only("data", {"type": "string", "description": "base64"}),
-            _only("url", {"type": "string", "description": "a `data:` URI; no other is fetched"}),
+            _only(
+                "url",
+                {
+                    "type": "string",
+                    "description": "a `data:` URI; http and https where the server allows their host",
+                },
+            ),
         ]
     }
     properties = {
@@ -137,7 +145,7 @@ EMBED_ANSWER: dict[str, Any] = {
 
 _OPENAI_ITEM = {
     "oneOf": [
-        {"type": "string", "minLength": 1, "description": "base64 or a `data:` URI"},
+        {"type": "string", "minLength": 1, "description": "base64, a `data:` URI or a URL"},
         _only("image", {"type": "string", "minLength": 1, "description": "either of these"}),
     ]
 }

@@ -1,6 +1,7 @@
 """The map of one request for embeddings, from its bytes to those of the answer.
 
-    read ─► options ─► headers checked ─► decoded and resized ─► queued ─► encoded ─► serialized
+    read ─► options ─► URLs fetched ─► headers checked ─► decoded and resized ─► queued ─► encoded
+      ─► serialized
 
 Knows the order of the steps and where each runs. What a step does stands in its own module.
 """
@@ -24,9 +25,10 @@ from service.batcher import Batcher
 from service.body import read_embed_body, read_openai_body, takes_options
 from service.caller import watch
 from service.context import RequestContext, context_of
-from service.embed_body import BodyLimits, EmbedBody, ReadBody
+from service.embed_body import BodyLimits, EmbedBody, ImageUrl, ReadBody
 from service.encoding import Answer, ImageFacts, ModelIdentity, encode
 from service.errors import BodyTimeout, DeadlineExceeded, UnsupportedMedia
+from service.fetch import Fetcher
 from service.images import ImageLimits
 from service.openai_body import ServedModel
 from service.options import EmbedOptions, check_options, openai_options, read_query, resolve_options
@@ -52,12 +54,19 @@ class Pipeline:
     """Answers requests. Heavy work runs on `executor`; the event loop parses and waits."""
 
     def __init__(
-        self, settings: Settings, source: HasEncoder, batcher: Batcher, budget: ByteBudget, executor: Executor
+        self,
+        settings: Settings,
+        source: HasEncoder,
+        batcher: Batcher,
+        budget: ByteBudget,
+        executor: Executor,
+        fetcher: Fetcher,
     ) -> None:
         self._source = source
         self._batcher = batcher
         self._budget = budget
         self._executor = executor
+        self._fetcher = fetcher
         self._model_name = settings.served_name
         self._timeout_s = settings.request_timeout_s
         self._preparer = Preparer(
@@ -113,18 +122,23 @@ class Pipeline:
             resolve_options(query, _accept(request))  # refuses what would be refused after the body
         body = await self._read(request, context, permit, read_embed_body)
         options = resolve_options({**body.options, **query}, _accept(request))
-        return await self._answer(request, body, options, context)
+        return await self._answer(request, body, options, context, permit)
 
     async def _embed_openai(self, request: Request, context: RequestContext, permit: Permit) -> Answer:
         served = ServedModel(self._model_name, self._source.encoder.hidden_size)
         body = await self._read(request, context, permit, partial(read_openai_body, served=served))
         options = openai_options(body.options, _accept(request))
-        return await self._answer(request, body, options, context)
+        return await self._answer(request, body, options, context, permit)
 
     async def _answer(
-        self, request: Request, body: EmbedBody, options: EmbedOptions, context: RequestContext
+        self,
+        request: Request,
+        body: EmbedBody,
+        options: EmbedOptions,
+        context: RequestContext,
+        permit: Permit,
     ) -> Answer:
-        facts, embeddings = await self._encode(request, body.images, options, context)
+        facts, embeddings = await self._encode(request, body.images, options, context, permit)
         return await self._serialize(facts, options, embeddings, context)
 
     async def _read(
@@ -147,19 +161,29 @@ class Pipeline:
         context.stages_s["read"] = time.perf_counter() - started
         return body
 
+    async def _fetch(self, images: Sequence[bytes | ImageUrl], context: RequestContext) -> list[bytes]:
+        started = time.perf_counter()
+        files = await self._fetcher.fetch(images)
+        if any(isinstance(image, ImageUrl) for image in images):
+            context.stages_s["fetch"] = time.perf_counter() - started
+        return files
+
     async def _encode(
         self,
         request: Request,
-        images: Sequence[bytes],
+        images: Sequence[bytes | ImageUrl],
         options: EmbedOptions,
         context: RequestContext,
+        permit: Permit,
     ) -> tuple[Sequence[ImageFacts], Sequence[torch.Tensor]]:
-        """Decodes, queues and encodes: the ticket is at one of these steps until it ends."""
-        started = time.perf_counter()
+        """Fetches, decodes, queues and encodes: the ticket is at one of these steps until it ends."""
         ticket = Ticket(context.started_at + self._timeout_s)
         with watch(request.receive, lambda: self._batcher.leave(ticket)):
+            files = await self._fetch(images, context)
+            permit.cover(sum(map(len, files)))
+            started = time.perf_counter()
             try:
-                preparation = self._preparer.start(images, options, ticket, self._source.encoder)
+                preparation = self._preparer.start(files, options, ticket, self._source.encoder)
                 embeddings = await ticket.embeddings()
             except Abandoned:
                 raise ClientDisconnect from None

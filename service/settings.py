@@ -12,8 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
+
+from service.setting_types import Hosts, Keys, Networks, Origins, read_keys, split_list
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -27,14 +29,7 @@ DEFAULT_BUDGET_STEPS = 8
 MAX_PIXELS_SUPPORTED = 178_956_970
 
 
-def _split(value: object) -> object:
-    """A comma-separated list into its parts; nothing into no part."""
-    if not isinstance(value, str):
-        return value
-    return [part.strip() for part in value.split(",")] if value.strip() else []
-
-
-Counts = Annotated[tuple[Count, ...], BeforeValidator(_split)]  # comma-separated
+Counts = Annotated[tuple[Count, ...], BeforeValidator(split_list)]  # comma-separated
 
 # A hub id is a name, or an owner and a name. All else that `model` may hold is a path.
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -47,6 +42,10 @@ def _available_cores() -> int:
     return os.cpu_count() or 1
 
 
+# Settings whose values are shown nowhere.
+SECRETS = frozenset({"api_keys"})
+
+
 class Settings(BaseModel):
     """The configuration of one server, immutable."""
 
@@ -54,6 +53,20 @@ class Settings(BaseModel):
 
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    api_keys: Keys = Field(
+        (),
+        description="keys of clients, which send one as `Authorization: Bearer KEY`, comma-separated; a flag "
+        "can be seen by others on this machine, the variable and a file not [no key is needed]",
+    )
+    api_keys_file: Path | None = Field(
+        None,
+        description="file with more such keys, one a line; blank lines and lines with # in front are ignored",
+    )
+    cors_allow_origins: Origins = Field(
+        (),
+        description="origins such as https://example.org whose pages may call the server from a browser, "
+        "comma-separated; * is all [none]",
+    )
     log_level: LogLevel = Field("info", description="least severe level that is logged")
     log_format: LogFormat = Field("text", description="how the log is written: text, or a JSON object a line")
 
@@ -136,6 +149,17 @@ class Settings(BaseModel):
         allow_inf_nan=False,
         description="time in seconds at shutdown during which requests are still taken, but /readyz says 503",
     )
+    allowed_media_domains: Hosts = Field(
+        (), description="hosts that image URLs may name, exactly, comma-separated [nothing is fetched]"
+    )
+    allowed_media_networks: Networks = Field(
+        (),
+        description="networks such as 10.1.0.0/16 that hosts of image URLs may be in, comma-separated "
+        "[public addresses only]",
+    )
+    media_timeout_s: Seconds = Field(
+        5.0, description="longest time in seconds for the image URLs of a request to be fetched"
+    )
     shutdown_grace_s: Seconds = Field(
         35.0, description="longest time in seconds that admitted requests may take to finish at shutdown"
     )
@@ -161,7 +185,10 @@ class Settings(BaseModel):
                 f"--data-parallel-size {self.data_parallel_size} takes the GPUs from the first on, "
                 f"and --device {self.device} names one"
             )
+        if self.allowed_media_networks and not self.allowed_media_domains:
+            _refuse("--allowed-media-networks allows nothing without --allowed-media-domains")
         self._refuse_contradictions_about_graphs()
+        self.accepted_keys  # noqa: B018 - a file that cannot be read stops the start
         return self
 
     def _refuse_contradictions_about_graphs(self) -> None:
@@ -197,6 +224,16 @@ class Settings(BaseModel):
             "encoder_cudagraph_max_images_per_batch": self.encoder_cudagraph_max_images_per_batch,
         }
         return next((flag_of(name) for name, given in asking.items() if given), None)
+
+    @cached_property
+    def accepted_keys(self) -> tuple[SecretStr, ...]:
+        """All keys that a client may send; none: no key is needed."""
+        if self.api_keys_file is None:
+            return self.api_keys
+        try:
+            return self.api_keys + read_keys(self.api_keys_file)
+        except ValueError as error:
+            _refuse(f"{flag_of('api_keys_file')}: {error}")
 
     @property
     def is_demo(self) -> bool:

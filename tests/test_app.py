@@ -489,7 +489,7 @@ def test_openapi_describes_every_route_option_and_error(service: Service) -> Non
     }  # fmt: skip
     assert "422" not in openai["responses"]
     assert set(embed["responses"]) == {
-        *("200", "400", "406", "408", "413", "415", "422", "429", "431", "500", "503", "504"),
+        *("200", "400", "406", "408", "413", "415", "422", "429", "431", "500", "502", "503", "504"),
     }
     assert set(schema["components"]["schemas"]["ErrorDetail"]["properties"]["code"]["enum"]) == set(
         ERROR_CODES

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from ipaddress import ip_network
+from pathlib import Path
+
 import pytest
+from pydantic import SecretStr
 
 from service.arguments import ENV_PREFIX, SettingsError, parse_settings
 from service.settings import Settings
@@ -11,6 +15,9 @@ from service.settings import Settings
 OTHERS = {
     "host": "0.0.0.0",
     "port": "0",
+    "api_keys": "sk-1,sk-2",
+    "api_keys_file": str(Path(__file__).parent / "api-keys.txt"),
+    "cors_allow_origins": "https://example.org,http://localhost:3000",
     "log_level": "debug",
     "log_format": "json",
     "model": "Qwen/Qwen3-VL-8B-Instruct",
@@ -39,13 +46,27 @@ OTHERS = {
     "request_timeout_s": "2.5",
     "device_timeout_s": "7.5",
     "decode_threads": "5",
+    "allowed_media_domains": "images.example.org,10.1.2.3",
+    "allowed_media_networks": "10.1.0.0/16,fd00::/8",
+    "media_timeout_s": "0.5",
     "shutdown_delay_s": "5",
     "shutdown_grace_s": "40.5",
 }
 # What those are that `type(…)(value)` does not tell.
-VALUES = {"cudagraph_mm_encoder": True, "encoder_cudagraph_token_budgets": (64, 100, 4096)}
+VALUES = {
+    "api_keys": (SecretStr("sk-1"), SecretStr("sk-2")),
+    "api_keys_file": Path(OTHERS["api_keys_file"]),
+    "cors_allow_origins": ("https://example.org", "http://localhost:3000"),
+    "cudagraph_mm_encoder": True,
+    "encoder_cudagraph_token_budgets": (64, 100, 4096),
+    "allowed_media_domains": ("images.example.org", "10.1.2.3"),
+    "allowed_media_networks": (ip_network("10.1.0.0/16"), ip_network("fd00::/8")),
+}
 # What some of them need beside them.
-COMPANIONS = {"revision": ["--model", "some/model"]}
+COMPANIONS = {
+    "revision": ["--model", "some/model"],
+    "allowed_media_networks": ["--allowed-media-domains", "images.example.org"],
+}
 
 
 def test_tables_of_this_test_are_complete() -> None:
@@ -132,6 +153,30 @@ def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_ignored() 
         (["--encoder-cudagraph-token-budgets", "64,0"], {}, ["-token-budgets: '0'", "greater"]),
         (["--encoder-cudagraph-budget-steps", "0"], {}, ["--encoder-cudagraph-budget-steps: '0'", "1"]),
         (["--encoder-cudagraph-max-images-per-batch", "-1"], {}, ["-max-images-per-batch: '-1'", "0"]),
+        (
+            ["--cors-allow-origins", "https://example.org/"],
+            {},
+            ["--cors-allow-origins: 'https://example.org/'"],
+        ),
+        (["--cors-allow-origins", "example.org"], {}, ["--cors-allow-origins: 'example.org'"]),
+        (
+            ["--cors-allow-origins", "*,https://Example.org"],
+            {},
+            ["--cors-allow-origins: 'https://Example.org'"],
+        ),
+        (["--allowed-media-domains", "*"], {}, ["--allowed-media-domains: '*'", "a host is"]),
+        (
+            ["--allowed-media-domains", "a.org,https://b.org"],
+            {},
+            ["--allowed-media-domains: 'https://b.org'"],
+        ),
+        (["--allowed-media-domains", "b.org:80"], {}, ["--allowed-media-domains: 'b.org:80'"]),
+        (["--allowed-media-domains", "2130706433"], {}, ["--allowed-media-domains: '2130706433'"]),
+        (["--allowed-media-networks", "10.0.0.1/8"], {}, ["--allowed-media-networks: '10.0.0.1/8'"]),
+        (["--allowed-media-networks", "example.org"], {}, ["--allowed-media-networks: 'example.org'"]),
+        (["--media-timeout-s", "0"], {}, ["--media-timeout-s: '0'", "greater than 0"]),
+        (["--api-keys="], {}, ["--api-keys", "no key"]),
+        (["--api-keys", " "], {}, ["--api-keys", "no key"]),
         (["--cudagraph-mm-encoder=maybe"], {}, ["--cudagraph-mm-encoder: 'maybe'", "boolean"]),
         (["--cudagraph-mm-encoder", "extra"], {}, ["--cudagraph-mm-encoder: 'extra'", "boolean"]),
         (["--no-cudagraph-mm-encoder=true"], {}, ["--no-cudagraph-mm-encoder", "true"]),
@@ -147,6 +192,26 @@ def test_bad_settings_are_refused_in_one_line(
     assert "\n" not in message
     for text in parts:
         assert text in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [
+        (["--api-keys", "fine,secr et"], {}),
+        (["--api-keys", "fine,,secret"], {}),
+        (["--api-keys", "secr\u00e9t"], {}),
+        (["--api-keys", "fine,", "secret"], {}),
+        (["--api-keys", "fine", "--port", "x", "secret"], {}),
+        (["--api-key=secret"], {}),
+        ([], {"VISION_SIDECAR_API_KEYS": "fine,secr et"}),
+        ([], {"VISION_SIDECAR_API_KEY": "secret"}),
+    ],
+)
+def test_no_error_shows_a_key(argv: list[str], environ: dict[str, str]) -> None:
+    with pytest.raises(SettingsError) as caught:
+        parse_settings(argv, environ)
+    assert not any(part in str(caught.value) for part in ("secr", "fine"))
+    assert "api-key" in str(caught.value).lower().replace("_", "-")
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_only_large_bodies_leave_the_event_loop(content_type: str, body: bytes, 
     limits = replace(LIMITS, max_body_bytes=2**22, max_image_bytes=2**22)
     calls: list[Any] = []
 
-    async def main() -> tuple[bytes, ...]:
+    async def main() -> tuple[object, ...]:
         with ThreadPoolExecutor(1) as pool:
 
             async def run_blocking(fn: Callable[[*Ts], T], /, *args: *Ts) -> T:

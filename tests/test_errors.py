@@ -18,13 +18,17 @@ from service.errors import (
     NotFound,
     TooLarge,
     TooManyRequests,
+    Unauthorized,
     Unavailable,
     UnsupportedMedia,
+    UpstreamFailed,
+    UpstreamTimeout,
     printable,
 )
 
 EXAMPLES: list[tuple[ApiError, int, str, str]] = [
     (BadRequest("m", code="invalid_image"), 400, "invalid_request_error", "invalid_image"),
+    (Unauthorized("m"), 401, "invalid_request_error", "invalid_api_key"),
     (NotFound("m"), 404, "invalid_request_error", "not_found"),
     (MethodNotAllowed("m", allow="GET, HEAD"), 405, "invalid_request_error", "method_not_allowed"),
     (NotAcceptable("m"), 406, "invalid_request_error", "not_acceptable"),
@@ -42,9 +46,11 @@ EXAMPLES: list[tuple[ApiError, int, str, str]] = [
     (InvalidShape("m"), 422, "invalid_request_error", "invalid_request"),
     (InternalError("m"), 500, "server_error", "internal_error"),
     (NonFiniteOutput("m"), 500, "server_error", "non_finite_output"),
+    (UpstreamFailed("m"), 502, "server_error", "image_url_failed"),
     (Unavailable("m"), 503, "server_error", "not_ready"),
     (Unavailable("m", code="device_failed"), 503, "server_error", "device_failed"),
     (DeadlineExceeded(), 504, "timeout_error", "deadline_exceeded"),
+    (UpstreamTimeout("m"), 504, "server_error", "image_url_timeout"),
 ]
 
 
@@ -87,6 +93,7 @@ def test_param_may_be_given_or_added_later() -> None:
     ("error", "headers"),
     [
         (NotFound("m"), {}),
+        (Unauthorized("m"), {"WWW-Authenticate": "Bearer"}),
         (MethodNotAllowed("m", allow="GET, HEAD"), {"Allow": "GET, HEAD"}),
         (BodyTimeout("m"), {}),
         (Unavailable("m"), {"Retry-After": "5"}),

@@ -14,13 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 
-from models import EncodeItem
+from models import DeviceError, EncodeItem, OutputSpec, Preprocessor
+from service.batcher import Batcher, QueueLimits
 from service.engine import State
 from service.settings import Settings
-from tests.conftest import FakeEncoder, FakeRunning
+from service.ticket import Ticket
+from tests.conftest import CONFIG, FakeEncoder, FakeRunning
 from tests.serving import HeldUpload, Served, call_all, embeddings_of, eventually, request_of
 from tests.traffic import Answer, call, leave
 
@@ -387,3 +390,51 @@ def check_lost(
     assert served.check_settled(len(answers) + num_before + 1)[499] == 1
     assert served.scrape().total("device_up") == num_devices - 1
     assert len([line for line in complaints(log) if "ends without it" not in line]) == num_lines
+
+
+def queue(max_wait_s: float = 0.0) -> Batcher:
+    limits = QueueLimits(max_batch_tokens=1000, max_queue_tokens=1000, max_wait_s=max_wait_s)
+    batcher = Batcher(limits, observe=lambda stats: None, on_lost=lambda error: None)
+    for name in ("first", "second"):
+        batcher.add_device(name)
+    return batcher
+
+
+def put(batcher: Batcher, num_images: int) -> None:
+    patches = Preprocessor(CONFIG)(np.zeros((64, 64, 3), dtype=np.uint8))
+    ticket = Ticket()
+    batcher.admit(ticket, num_images * patches.num_tokens)
+    batcher.put(ticket, [EncodeItem(patches, OutputSpec(pooled=True, deepstack=False))] * num_images)
+
+
+def test_a_device_whose_thread_died_while_idle_gets_no_share() -> None:
+    async def scenario() -> int:
+        batcher = queue()
+        with ThreadPoolExecutor(1, thread_name_prefix="taking") as pool:
+            taking = pool.submit(batcher.take, "first")
+            await asyncio.sleep(0.05)
+            kill("taking_0")
+            put(batcher, 4)  # wakes it up
+            with pytest.raises(SystemExit):
+                taking.result(10)
+        batcher.lose("first", DeviceError("first", SystemExit()))
+        taken = batcher.take("second")
+        assert taken is not None
+        return len(taken[0])
+
+    assert asyncio.run(scenario()) == 4
+
+
+def test_a_wait_for_more_images_always_ends() -> None:
+    async def scenario() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            for number in range(2000):  # waits that are over while it is looked whether they are
+                batcher = queue(max_wait_s=number % 100 * 2e-7)
+                put(batcher, 1)
+                taking = pool.submit(batcher.take, "first")
+                try:
+                    assert taking.result(10) is not None
+                finally:
+                    batcher.close()
+
+    asyncio.run(scenario())

@@ -113,6 +113,8 @@ class Load:
                 return  # a newcomer met the end itself
             if answer.status == 200:
                 check_embeddings(answer, [vector])
+            else:
+                await asyncio.sleep(0.1)  # each is a line in a pipe that is read at the end only
             self.answers.append((sent_at, answer))
 
 

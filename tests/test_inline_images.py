@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from service.embed_body import ImageUrl
 from service.errors import ApiError, BadRequest, TooLarge
 from service.inline_images import decode_base64, decode_item, decode_url
 
@@ -76,6 +77,9 @@ def test_broken_base64_is_refused_with_the_reason(name: str) -> None:
         "data:image/png; base64 ,QUJD",
         "data:image/png;base64,QUJ%44",
         "data:image/png;base64,%51%55%4a%44",
+        "data:image/png;x=%22a%2Cb%22;base64,QUJD",
+        "DaTa:Image/PNG;Name=A;BaSe64,QUJD",
+        "data:base64,ABC",
         "data:image/png;base64,QU\nJD",
         "data:,ABC",
         " \r\n\tdata:image/png;base64,QUJD",
@@ -92,6 +96,10 @@ def test_data_uris_decode(uri: str) -> None:
 @given(st.text("%4aFg\x00", max_size=12))
 def test_percent_encoding_is_read_as_the_library_reads_it(text: str) -> None:
     assert decode_url("data:," + text, MAX) == unquote_to_bytes(text)
+
+
+def test_characters_of_base64_may_be_percent_encoded() -> None:
+    assert decode_url("data:;base64,%2B%2F%2b%2fQQ%3D%3D", MAX) == b"\xfb\xff\xbf\x41"
 
 
 @pytest.mark.parametrize("shift", range(4))
@@ -113,18 +121,21 @@ def test_broken_data_uris_are_refused(uri: str) -> None:
 @pytest.mark.parametrize(
     ("url", "hint"),
     [
-        ("http://example.org/a.jpg", "not enabled"),
-        ("HTTPS://example.org/a.jpg", "not enabled"),
         ("ftp://example.org/a.jpg", "only http"),
         ("file:///etc/hostname", "only http"),
         ("javascript:x", "only http"),
     ],
 )
-def test_urls_are_refused(url: str, hint: str) -> None:
+def test_urls_of_other_schemes_are_refused(url: str, hint: str) -> None:
     for decode in (decode_item, decode_url):
         with pytest.raises(BadRequest, match=hint) as caught:
             decode(url, MAX)
         assert caught.value.code == "url_not_allowed"
+
+
+@pytest.mark.parametrize("url", ["http://example.org/a.jpg", "HTTPS://example.org/a.jpg", "http:", "https:x"])
+def test_urls_that_may_be_fetched_stay_urls(url: str) -> None:
+    assert decode_item(f" {url}", MAX) == decode_url(f"\n{url}", MAX) == ImageUrl(url)
 
 
 def test_text_that_is_no_url_is_refused_as_one() -> None:

@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from service.embed_body import ImageUrl
 from service.errors import ApiError, BadRequest, InvalidShape
 from tests.bodies import read
 
@@ -24,6 +25,12 @@ def test_images_and_options_are_read(content_type: str) -> None:
 @pytest.mark.parametrize("item", ["AAAA", {"data": "AAAA"}, {"url": "data:,%00%00%00"}, "data:,%00%00%00"])
 def test_one_item_may_stand_without_the_list(item: Any) -> None:
     assert read(JSON, json.dumps({"images": item}).encode()).images == (b"\0\0\0",)
+
+
+def test_urls_stand_where_they_stood() -> None:
+    images = ["http://a.test/", "AAAA", {"url": "https://b.test/?c"}]
+    body = read(JSON, json.dumps({"images": images}).encode())
+    assert body.images == (ImageUrl("http://a.test/"), b"\0\0\0", ImageUrl("https://b.test/?c"))
 
 
 def test_byte_order_mark_is_ignored() -> None:
@@ -110,8 +117,9 @@ def test_unknown_member_of_an_item_is_named() -> None:
         (["AAAA", "A" * 1336], 413, "image_too_large", "images[1]"),
         (["AAAA", "AAAA", "A"], 400, "invalid_base64", "images[2]"),
         (["AAAA", {"data": "data:,x"}], 400, "invalid_base64", "images[1]"),
-        (["AAAA", "http://example.org/a.jpg"], 400, "url_not_allowed", "images[1]"),
-        ({"url": "https://example.org/a.jpg"}, 400, "url_not_allowed", "images[0]"),
+        (["AAAA", "ftp://example.org/a.jpg"], 400, "url_not_allowed", "images[1]"),
+        ({"url": "file:///a.jpg"}, 400, "url_not_allowed", "images[0]"),
+        (["AAAA", {"data": "https://example.org/a.jpg"}], 400, "invalid_base64", "images[1]"),
     ],
 )
 def test_bad_images_are_refused_by_index(images: Any, status: int, code: str, param: str) -> None:

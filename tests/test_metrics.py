@@ -76,7 +76,9 @@ def test_label_sets_are_closed_and_start_at_0(board: Board) -> None:
 
 
 def test_statuses_are_those_that_are_answered() -> None:
-    assert STATUSES == (200, 400, 404, 405, 406, 408, 413, 415, 422, 429, 431, 499, 500, 503, 504)
+    assert (
+        *(200, 400, 401, 404, 405, 406, 408, 413, 415, 422, 429, 431, 499, 500, 502, 503, 504),
+    ) == STATUSES
 
 
 def test_a_refusal_without_a_route_is_counted(board: Board) -> None:

@@ -21,6 +21,7 @@ from service.errors import (
     InternalError,
     NonFiniteOutput,
     TooManyRequests,
+    Unauthorized,
     Unavailable,
 )
 from service.metrics import Metrics
@@ -231,10 +232,18 @@ def test_probes_are_answered_but_neither_counted_nor_logged(caplog: pytest.LogCa
 
 
 def test_a_path_without_a_route_is_counted_as_other() -> None:
-    done = Run(fine)
+    done = Run(fine, path="/nope")
     del done.scope["route"]
     asyncio.run(done.call())
     assert done.metric("requests_total", route="other", status="200") == 1
+
+
+def test_what_is_answered_before_the_router_is_counted_by_its_path() -> None:
+    done = Run(raising(Unauthorized("no")))
+    del done.scope["route"]
+    asyncio.run(done.call())
+    assert done.metric("requests_total", route="/embed", status="401") == 1
+    assert done.metric("errors_total", code="invalid_api_key") == 1
 
 
 def test_requests_in_flight_go_up_and_down() -> None:

@@ -25,6 +25,7 @@ from service.batcher import Batcher, QueueLimits
 from service.context import RequestContext
 from service.encoding import Answer
 from service.errors import ApiError
+from service.fetch import make_fetcher
 from service.pipeline import Pipeline
 from service.settings import Settings
 from tests.conftest import CONFIG, FakeEncoder, FakeRunning, encode_image, known_embedding, only
@@ -124,7 +125,9 @@ class Exchange:
                 self.over.set()
 
         with ThreadPoolExecutor(2, thread_name_prefix="decode") as own, source.serving() as batcher:
-            pipeline = Pipeline(settings, source, batcher, source.budget, executor or own)
+            pipeline = Pipeline(
+                settings, source, batcher, source.budget, executor or own, make_fetcher(settings)
+            )
             answer: dict[str, Any] = json.loads(b"".join(asyncio.run(embed()).body))
             return answer
 
@@ -175,6 +178,15 @@ def test_a_large_answer_is_written_like_a_small_one(settings: Settings) -> None:
     assert sum(array.size for array in numbers) > 32_768
     for array, item in zip(numbers, source.submitted[0], strict=True):
         assert np.array_equal(array, known_embedding(item.patches, item.output).numpy())
+
+
+def test_urls_are_refused_where_none_are_allowed(settings: Settings) -> None:
+    body = {"images": [base64.b64encode(encode_image()).decode(), "http://127.0.0.1/"]}
+    exchange = Exchange(json.dumps(body).encode(), "application/json")
+    error = exchange.refusal(settings)
+    assert (error.status, error.code, error.param) == (400, "url_not_allowed", "images[1]")
+    assert "not enabled" in error.message
+    assert "fetch" not in exchange.context.stages_s
 
 
 @pytest.mark.parametrize(
@@ -267,7 +279,9 @@ def test_the_event_loop_goes_on_while_images_are_prepared(settings: Settings) ->
             with ThreadPoolExecutor(1) as executor, source.serving() as batcher:
                 exchange = json_exchange(*[encode_image()] * 3)
                 request = Request(exchange.scope, exchange.receive)
-                pipeline = Pipeline(settings, source, batcher, source.budget, executor)
+                pipeline = Pipeline(
+                    settings, source, batcher, source.budget, executor, make_fetcher(settings)
+                )
                 return await pipeline.embed(request)
         finally:
             beating.cancel()
@@ -500,9 +514,9 @@ def test_a_full_queue_refuses_what_does_not_fit(settings: Settings, gate: thread
 
     async def main() -> list[Any]:
         with ThreadPoolExecutor(2) as executor, source.serving() as batcher:
-            pipeline = Pipeline(settings, source, batcher, source.budget, executor)
+            pipeline = Pipeline(settings, source, batcher, source.budget, executor, make_fetcher(settings))
 
-            def start() -> asyncio.Task[bytes]:
+            def start() -> asyncio.Task[Answer]:
                 exchanges.append(Exchange(encode_image()))  # 6 tokens
                 request = Request(exchanges[-1].scope, exchanges[-1].receive)
                 return asyncio.create_task(pipeline.embed(request))

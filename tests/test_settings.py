@@ -18,6 +18,9 @@ from tests.conftest import only
 DEFAULTS: dict[str, Any] = {
     "host": "127.0.0.1",
     "port": 8080,
+    "api_keys": (),
+    "api_keys_file": None,
+    "cors_allow_origins": (),
     "log_level": "info",
     "log_format": "text",
     "model": "demo",
@@ -46,6 +49,9 @@ DEFAULTS: dict[str, Any] = {
     "request_timeout_s": 30.0,
     "device_timeout_s": 60.0,
     "decode_threads": len(os.sched_getaffinity(0)),
+    "allowed_media_domains": (),
+    "allowed_media_networks": (),
+    "media_timeout_s": 5.0,
     "shutdown_delay_s": 0.0,
     "shutdown_grace_s": 35.0,
 }
@@ -80,6 +86,8 @@ SDPA = ["--mm-encoder-attn-backend", "TORCH_SDPA"]
         (["--revision", "v1"], ["--revision v1", "--model", "demo"]),
         (["--revision", "v1", "--model", "./folder"], ["--revision v1", "--model", "./folder"]),
         (["--data-parallel-size", "2", "--device", "cuda:0"], ["--data-parallel-size 2", "--device cuda:0"]),
+        (["--allowed-media-networks", "10.0.0.0/8"], ["--allowed-media-networks", "--allowed-media-domains"]),
+        (["--api-keys-file", "/no/such/file"], ["--api-keys-file", "/no/such/file", "No such file"]),
         ([*BUDGETS, *OFF], [BUDGETS[0], "--cudagraph-mm-encoder false"]),
         ([*STEPS, *OFF], [STEPS[0], "--cudagraph-mm-encoder false"]),
         ([*MAX_IMAGES, *OFF], [MAX_IMAGES[0], "--cudagraph-mm-encoder false"]),
@@ -162,6 +170,56 @@ def test_limits_of_time_are_finite_and_not_zero(name: str, value: str) -> None:
     flag = "--" + name.replace("_", "-")
     with pytest.raises(SettingsError, match=flag):
         parse_settings([f"{flag}={value}"], {})
+
+
+def keys_of(settings: Settings) -> list[str]:
+    return [key.get_secret_value() for key in settings.accepted_keys]
+
+
+def test_keys_of_the_list_and_of_the_file_are_accepted(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("\ufeff# who has it\n\n  sk-file+/=#\r\nother\n \n")
+    assert keys_of(Settings()) == []
+    settings = parse_settings(["--api-keys", "sk-1, two"], {})
+    assert keys_of(settings) == ["sk-1", "two"]
+    settings = parse_settings(["--api-keys-file", str(file)], {"VISION_SIDECAR_API_KEYS": "sk-1"})
+    assert keys_of(settings) == ["sk-1", "sk-file+/=#", "other"]
+    assert keys_of(only(settings, port=1)) == keys_of(settings)
+    for shown in (repr(settings), str(settings), str(settings.model_dump()), settings.model_dump_json()):
+        assert "sk-1" not in shown
+        assert "sk-file" not in shown
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "holds no key"),
+        (b"# none\n\n", "holds no key"),
+        (b"fine\nsecret key\n", "line 2"),
+        (b"secret,key\n", "line 1"),
+        (b"fine\n\nsecret\xc3\xa9\n", "line 3"),
+        (b"secret\x00\n", "line 1"),
+        (b"secret\xff\n", "not UTF-8"),
+    ],
+)
+def test_a_file_that_holds_anything_but_keys_stops_the_start_and_is_not_shown(
+    content: bytes, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(content)
+    with pytest.raises(SettingsError, match=message) as caught:
+        parse_settings(["--api-keys-file", str(file)], {})
+    assert "secret" not in str(caught.value)
+    assert str(file) in str(caught.value)
+
+
+def test_hosts_of_image_urls_are_kept_in_their_one_spelling() -> None:
+    settings = parse_settings(
+        ["--allowed-media-domains", "Images.Example.org,BÜCHER.example,10.0.0.1,[2001:DB8::1]"], {}
+    )
+    assert settings.allowed_media_domains == (
+        "images.example.org", "xn--bcher-kva.example", "10.0.0.1", "2001:db8::1",
+    )  # fmt: skip
 
 
 def test_settings_are_immutable() -> None:

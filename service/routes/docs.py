@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from importlib.resources import files
 
 import orjson
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
+
+from service.keys import describe_keys
 
 PAGE = "/docs"
 OPENAPI = "/openapi.json"
@@ -43,11 +46,11 @@ _POLICY = (
 )
 
 
-def add_routes(router: APIRouter, app: FastAPI) -> None:
+def add_routes(router: APIRouter, app: FastAPI, *, needs_key: bool, open_paths: Collection[str]) -> None:
     """Comes after the routes that are to be described: all answers are made here, none at a request."""
     assets = {path: (media_type, _read_asset(name)) for path, (media_type, name) in ASSETS.items()}
 
-    async def openapi(request: Request) -> Response:
+    async def describe(request: Request) -> Response:
         return Response(description, media_type="application/json")
 
     async def page(request: Request) -> Response:
@@ -61,11 +64,14 @@ def add_routes(router: APIRouter, app: FastAPI) -> None:
         return Response(_START_JS, media_type="text/javascript")
 
     router.add_api_route(PAGE, page, summary="This page", response_class=HTMLResponse, tags=["docs"])
-    router.add_api_route(OPENAPI, openapi, summary="The OpenAPI description", tags=["docs"])
+    router.add_api_route(OPENAPI, describe, summary="The OpenAPI description", tags=["docs"])
     router.add_api_route(START, start, include_in_schema=False)
     for path in ASSETS:
         router.add_api_route(path, asset, include_in_schema=False)
-    description = orjson.dumps(app.openapi())
+    openapi = app.openapi()
+    if needs_key:
+        describe_keys(openapi, open_paths)
+    description = orjson.dumps(openapi)
 
 
 def _read_asset(name: str) -> bytes:

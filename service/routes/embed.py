@@ -22,12 +22,12 @@ def add_routes(router: APIRouter, engine: Engine, pipeline: Pipeline) -> None:
         embed,
         methods=["POST"],
         summary="Embeddings of one or more images",
-        description="The body is the bytes of one image, a form with images, or JSON with images in base64. "
+        description="The body is the bytes of one image, a form with images, or JSON with images. "
         "Options are query parameters, form parts or JSON members; a query parameter wins. "
         "A request succeeds whole or fails whole.",
         responses={
             200: EMBED_ANSWER,
-            **error_responses(400, 406, 408, 413, 415, 422, 429, 431, 500, 503, 504),
+            **error_responses(400, 406, 408, 413, 415, 422, 429, 431, 500, 502, 503, 504),
         },
         openapi_extra=EMBED_OPENAPI,
         tags=["embeddings"],

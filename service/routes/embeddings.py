@@ -31,7 +31,7 @@ def add_routes(router: APIRouter, engine: Engine, pipeline: Pipeline) -> None:
         "Text is refused. Members that are not known are ignored.",
         responses={
             200: {"model": OpenAIResponse, "description": "One entry for each image, in order"},
-            **error_responses(400, 404, 406, 408, 413, 415, 429, 431, 500, 503, 504),
+            **error_responses(400, 404, 406, 408, 413, 415, 429, 431, 500, 502, 503, 504),
         },
         openapi_extra=EMBEDDINGS_OPENAPI,
         tags=["embeddings"],

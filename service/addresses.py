@@ -1,0 +1,110 @@
+"""Which hosts and IP addresses an image may be fetched from: pure rules, without a look-up.
+
+Knows how hosts are written and what the blocks of the address space are for; nothing of URLs or sockets.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from ipaddress import (
+    IPv4Address,
+    IPv4Network,
+    IPv6Address,
+    IPv6Network,
+    ip_network,
+)
+
+import idna
+
+Address = IPv4Address | IPv6Address
+Network = IPv4Network | IPv6Network
+
+_MAX_HOST_CHARS = 253
+_BRACKETED = re.compile(r"\A\[(.*)\]\Z")
+# An underscore is in no host name of the standards, and in names of buckets and containers.
+_LABEL = r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?"
+_HOST_NAME = re.compile(rf"{_LABEL}(\.{_LABEL})*")
+# The resolver reads what ends in such a label as an IPv4 address: 2130706433 and 0x7f.1 are 127.0.0.1.
+_ENDS_IN_NUMBER = re.compile(r"(.*\.)?([0-9]+|0x[0-9a-f]*)")
+
+# Public IPv6 addresses come from this block only. Source: the IANA registry of the IPv6 address space.
+_IPV6_UNICAST = IPv6Network("2000::/3")
+# The well-known prefix of translators: the last four bytes are the IPv4 address that is reached. RFC 6052.
+_NAT64 = IPv6Network("64:ff9b::/96")
+# What no web server is meant to have. Sources: the IANA registries of special-purpose addresses. `is_global`
+# of the standard library lacks some of it, and differs between releases.
+_SPECIAL = tuple(
+    ip_network(block)
+    for block in (
+        "0.0.0.0/8",  # this network
+        "10.0.0.0/8",  # private
+        "100.64.0.0/10",  # carrier-grade NAT; has a cloud's metadata service
+        "127.0.0.0/8",  # loopback
+        "168.63.129.16/32",  # a cloud's own services, at a public address
+        "169.254.0.0/16",  # link-local; has metadata services
+        "172.16.0.0/12",  # private
+        "192.0.0.0/24",  # protocol assignments; has a metadata service
+        "192.0.2.0/24",  # documentation
+        "192.31.196.0/24",  # AS112
+        "192.52.193.0/24",  # AMT
+        "192.88.99.0/24",  # 6to4 relays
+        "192.168.0.0/16",  # private
+        "192.175.48.0/24",  # AS112
+        "198.18.0.0/15",  # benchmarks
+        "198.51.100.0/24",  # documentation
+        "203.0.113.0/24",  # documentation
+        "224.0.0.0/4",  # multicast
+        "240.0.0.0/4",  # reserved, and broadcast
+        "2001::/23",  # protocol assignments; has Teredo
+        "2001:db8::/32",  # documentation
+        "2002::/16",  # 6to4
+        "2620:4f:8000::/48",  # AS112
+        "3fff::/20",  # documentation
+    )
+)
+
+
+def canonical_host(text: str) -> str:
+    """The one spelling of a host: a name in lower case and IDNA 2008, or an address without brackets.
+
+    Raises `ValueError` for all that is neither, such as other spellings of addresses, and for names with a
+    dot at the end.
+    """
+    if ":" in text and "%" not in text:  # no zone
+        return str(IPv6Address(_BRACKETED.sub(r"\1", text)))
+    name = text.lower() if text.isascii() else _idna(text.lower())
+    if _ENDS_IN_NUMBER.fullmatch(name):
+        return str(IPv4Address(name))
+    if len(name) > _MAX_HOST_CHARS or not _HOST_NAME.fullmatch(name):
+        raise ValueError("no host name")
+    return name
+
+
+def _idna(name: str) -> str:
+    try:
+        return idna.encode(name).decode()
+    except idna.IDNAError:
+        raise ValueError("no host name") from None
+
+
+def is_allowed(address: Address, networks: Sequence[Network]) -> bool:
+    """Whether an address is public or in one of `networks`."""
+    reached = _reached(address)
+    return _is_public(reached) or any(address in network or reached in network for network in networks)
+
+
+def _reached(address: Address) -> Address:
+    """Where packets to an address end: at an IPv4 address, if the IPv6 address holds one to be translated."""
+    if isinstance(address, IPv6Address):
+        if address.ipv4_mapped is not None:
+            return address.ipv4_mapped
+        if address in _NAT64:
+            return IPv4Address(int(address) & 0xFFFFFFFF)
+    return address
+
+
+def _is_public(address: Address) -> bool:
+    if isinstance(address, IPv6Address) and address not in _IPV6_UNICAST:
+        return False
+    return not any(address in block for block in _SPECIAL)

@@ -1,0 +1,76 @@
+"""Connections to checked addresses only: a host is resolved here, and what was checked is what is dialled.
+
+A check before the request would be worth nothing, as a second look-up may answer another address. TLS and the
+Host header keep the host's name; they are made above. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterable, Sequence
+from ipaddress import ip_address
+from typing import Protocol
+
+import httpcore
+
+from service.addresses import Address, Network, is_allowed
+
+
+class AddressRefused(Exception):
+    """The host has an address that nothing is fetched from. No connection was made."""
+
+
+class Resolve(Protocol):
+    """Looks a host up. Raises `OSError` where it has no address."""
+
+    async def __call__(self, host: str, port: int, /) -> Sequence[tuple[Address, int]]: ...
+
+
+async def resolve(host: str, port: int, /) -> Sequence[tuple[Address, int]]:
+    """The addresses of a host, with the port, as the system's resolver orders them."""
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return [(ip_address(where[0]), port) for *_, where in found]
+
+
+class CheckingBackend(httpcore.AsyncNetworkBackend):
+    """Dials with `dialler`, which is given addresses that are public or in `networks`, and never a name."""
+
+    def __init__(
+        self, resolve: Resolve, networks: Sequence[Network], dialler: httpcore.AsyncNetworkBackend
+    ) -> None:
+        self._resolve = resolve
+        self._networks = networks
+        self._dialler = dialler
+
+    async def connect_tcp(
+        self,
+        host: str,
+        port: int,
+        timeout: float | None = None,  # noqa: ASYNC109 - the signature is httpcore's
+        local_address: str | None = None,
+        socket_options: Iterable[httpcore.SOCKET_OPTION] | None = None,
+    ) -> httpcore.AsyncNetworkStream:
+        """Tries the addresses one after the other, each for its share of `timeout`.
+
+        Raises `AddressRefused` if a single one of them is not allowed, else what httpcore raises.
+        """
+        addresses = await self._look_up(host, port)
+        if not all(is_allowed(address, self._networks) for address, _ in addresses):
+            raise AddressRefused
+        failure: Exception = httpcore.ConnectError("the host has no address")
+        for address, address_port in addresses:
+            share = None if timeout is None else timeout / len(addresses)
+            try:
+                return await self._dialler.connect_tcp(
+                    str(address), address_port, share, local_address, socket_options
+                )
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
+                failure = error
+        raise failure
+
+    async def _look_up(self, host: str, port: int) -> Sequence[tuple[Address, int]]:
+        try:
+            return await self._resolve(host, port)
+        except OSError as error:
+            raise httpcore.ConnectError(str(error)) from None

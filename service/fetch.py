@@ -1,0 +1,233 @@
+"""Fetching the images of a request that are given as URLs, where the settings allow that at all.
+
+Each URL and each redirect is checked by `image_urls`, each address by `dialling`. Bytes and time are bounded
+while an answer arrives. Knows nothing of what an image is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import httpcore
+import httpx
+
+from service.dialling import AddressRefused, CheckingBackend, Resolve, resolve
+from service.embed_body import ImageUrl
+from service.errors import ApiError, BadRequest, TooLarge, UpstreamFailed, UpstreamTimeout, image_param
+from service.image_urls import PORTS, check_url, join_url, parse_url, url_refused
+from service.settings import Settings
+
+MAX_REDIRECTS = 3
+
+_REDIRECTS = (301, 302, 303, 307, 308)
+# Of one request, and of all together: more wait their turn.
+_MAX_FETCHES_AT_ONCE = 8
+_MAX_CONNECTIONS = 64
+_MAX_IDLE_CONNECTIONS = 16
+_KEEP_ALIVE_S = 15.0
+
+
+@dataclass(frozen=True)
+class FetchLimits:
+    """What may be fetched at most for one request."""
+
+    max_image_bytes: int
+    max_bytes: int  # of all its images together
+    timeout_s: float  # for all of them to arrive
+
+
+class _Allowance:
+    """What one request may still fetch: bytes, and `slots` for those that arrive at the same time."""
+
+    def __init__(self, limits: FetchLimits) -> None:
+        self._limits = limits
+        self._num_bytes = 0
+        self.slots = asyncio.Semaphore(_MAX_FETCHES_AT_ONCE)
+
+    def take(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if self._num_bytes > self._limits.max_bytes:
+            message = f"the images have more than the {self._limits.max_bytes} bytes allowed together"
+            raise TooLarge(message, code="body_too_large")
+
+
+class Fetcher:
+    """Fetches images. Has one pool of connections, for one event loop; `aclose` ends it."""
+
+    def __init__(
+        self,
+        domains: Sequence[str],
+        limits: FetchLimits,
+        backend: httpcore.AsyncNetworkBackend,
+    ) -> None:
+        """`domains` are hosts in their canonical spelling; without any, every URL is refused."""
+        self._domains = frozenset(domains)
+        self._limits = limits
+        # httpcore is what httpx sends with. No proxy, no cookies, no redirects, no decoding.
+        self._pool = httpcore.AsyncConnectionPool(
+            ssl_context=httpx.create_ssl_context() if domains else None,
+            max_connections=_MAX_CONNECTIONS,
+            max_keepalive_connections=_MAX_IDLE_CONNECTIONS,
+            keepalive_expiry=_KEEP_ALIVE_S,
+            network_backend=backend,
+        )
+
+    async def aclose(self) -> None:
+        """Closes the connections."""
+        await self._pool.aclose()
+
+    async def fetch(self, images: Sequence[bytes | ImageUrl]) -> list[bytes]:
+        """The images, with the bytes in place of each URL. Raises `ApiError`, whose param is the image.
+
+        All URLs are checked before the first is fetched. As soon as one fails the others are dropped.
+        """
+        targets = {
+            index: self._check(image.url, index)
+            for index, image in enumerate(images)
+            if isinstance(image, ImageUrl)
+        }
+        fetched = await self._fetch_all(targets) if targets else {}
+        return [image if isinstance(image, bytes) else fetched[index] for index, image in enumerate(images)]
+
+    def _check(self, url: str, index: int) -> httpx.URL:
+        try:
+            return check_url(parse_url(url), self._domains)
+        except ApiError as error:
+            error.param = image_param(index)
+            raise
+
+    async def _fetch_all(self, targets: Mapping[int, httpx.URL]) -> dict[int, bytes]:
+        allowance = _Allowance(self._limits)
+        tasks = {
+            index: asyncio.create_task(self._fetch_one(url, allowance)) for index, url in targets.items()
+        }
+        try:
+            await asyncio.wait(
+                tasks.values(), timeout=self._limits.timeout_s, return_when=asyncio.FIRST_EXCEPTION
+            )
+            _raise_first(tasks, self._limits)
+            return {index: task.result() for index, task in tasks.items()}
+        finally:
+            for task in tasks.values():
+                task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def _fetch_one(self, url: httpx.URL, allowance: _Allowance) -> bytes:
+        async with allowance.slots:
+            for _ in range(MAX_REDIRECTS + 1):
+                async with self._get(url) as response:
+                    location = _location(response)
+                    if location is None:
+                        return await self._read(response, allowance)
+                url = check_url(join_url(url, location), self._domains)
+        raise BadRequest(
+            f"the image URL is redirected more than {MAX_REDIRECTS} times", code="image_url_rejected"
+        )
+
+    @asynccontextmanager
+    async def _get(self, url: httpx.URL) -> AsyncIterator[httpcore.Response]:
+        """The answer, until its body was read. In place of what httpcore raises, `ApiError`."""
+        seconds = self._limits.timeout_s
+        target = httpcore.URL(
+            scheme=url.raw_scheme, host=url.raw_host, port=PORTS[url.scheme], target=url.raw_path
+        )
+        headers = [
+            (b"Host", url.netloc),
+            (b"User-Agent", b"vision-sidecar"),
+            (b"Accept", b"image/*"),
+            (b"Accept-Encoding", b"identity"),
+        ]
+        extensions = {"timeout": dict.fromkeys(("connect", "read", "write", "pool"), seconds)}
+        try:
+            async with self._pool.stream("GET", target, headers=headers, extensions=extensions) as response:
+                yield response
+        except AddressRefused:
+            raise url_refused() from None
+        except httpcore.TimeoutException:
+            raise _too_slow(self._limits) from None
+        except (httpcore.NetworkError, httpcore.ProtocolError):
+            raise UpstreamFailed("the image URL could not be fetched: its server failed") from None
+
+    async def _read(self, response: httpcore.Response, allowance: _Allowance) -> bytes:
+        """The body, in the length and coding that were asked for."""
+        _check_status(response.status)
+        headers = httpx.Headers(response.headers)
+        if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
+            raise UpstreamFailed("the image URL answered with a compressed body, which was not asked for")
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length) > self._limits.max_image_bytes:
+            raise _image_too_large(self._limits)
+        chunks: list[bytes] = []
+        num_bytes = 0
+        async for chunk in response.aiter_stream():
+            num_bytes += len(chunk)
+            if num_bytes > self._limits.max_image_bytes:
+                raise _image_too_large(self._limits)
+            allowance.take(len(chunk))
+            chunks.append(chunk)
+        if not num_bytes:
+            raise BadRequest("the image is empty", code="empty_input")
+        return b"".join(chunks)
+
+
+def make_fetcher(
+    settings: Settings,
+    *,
+    resolve: Resolve = resolve,
+    dialler: httpcore.AsyncNetworkBackend | None = None,
+) -> Fetcher:
+    """The fetcher that the settings ask for, which looks up with `resolve` and dials with `dialler`."""
+    limits = FetchLimits(
+        max_image_bytes=settings.max_image_bytes,
+        max_bytes=settings.max_body_bytes,
+        timeout_s=settings.media_timeout_s,
+    )
+    backend = CheckingBackend(resolve, settings.allowed_media_networks, dialler or httpcore.AnyIOBackend())
+    return Fetcher(settings.allowed_media_domains, limits, backend)
+
+
+def _raise_first(tasks: Mapping[int, asyncio.Task[bytes]], limits: FetchLimits) -> None:
+    """What the first image that failed raised; if none did and one has not ended, that the time is over."""
+    for index, task in tasks.items():
+        error = task.exception() if task.done() else None
+        if isinstance(error, ApiError):
+            error.param = image_param(index)
+        if error is not None:
+            raise error
+    for index, task in tasks.items():
+        if not task.done():
+            raise _too_slow(limits, image_param(index))
+
+
+def _location(response: httpcore.Response) -> str | None:
+    """Where a redirect leads; None: the answer is none."""
+    if response.status not in _REDIRECTS:
+        return None
+    headers = httpx.Headers(response.headers)
+    if "location" not in headers:
+        raise UpstreamFailed("the image URL is redirected, and its server does not say where to")
+    return headers["location"]
+
+
+def _check_status(status: int) -> None:
+    if status == 200:
+        return
+    message = f"the image URL answered {status}"
+    if 400 <= status < 500:
+        raise BadRequest(message, code="image_url_rejected")
+    raise UpstreamFailed(message)
+
+
+def _too_slow(limits: FetchLimits, param: str | None = None) -> UpstreamTimeout:
+    return UpstreamTimeout(
+        f"the image did not arrive from its URL within {limits.timeout_s:g} s", param=param
+    )
+
+
+def _image_too_large(limits: FetchLimits) -> TooLarge:
+    return TooLarge(
+        f"the image has more than the {limits.max_image_bytes} bytes allowed", code="image_too_large"
+    )

@@ -1,0 +1,24 @@
+"""Refusing early: what would be refused anyway is refused before anything is done for it.
+
+A server that has too much to do must not have to do much to say so. Knows paths; nothing of why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+
+class GuardMiddleware:
+    """Calls `check`, which raises `ApiError`, before requests to `paths` reach the app."""
+
+    def __init__(self, app: ASGIApp, paths: Collection[str], check: Callable[[], None]) -> None:
+        self._app = app
+        self._paths = frozenset(paths)
+        self._check = check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] in self._paths:
+            self._check()
+        await self._app(scope, receive, send)

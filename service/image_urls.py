@@ -1,0 +1,67 @@
+"""Which image URLs may be fetched, as far as the URL itself tells: pure rules, without a look-up.
+
+Knows schemes, ports and hosts; the addresses of a host are checked where it is dialled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import httpx
+
+from service.addresses import canonical_host
+from service.errors import BadRequest, UpstreamFailed
+
+PORTS = {"http": 80, "https": 443}
+
+
+def parse_url(text: str) -> httpx.URL:
+    """Raises `BadRequest` for what is no URL."""
+    try:
+        return httpx.URL(text)
+    except (httpx.InvalidURL, ValueError):  # a lone surrogate cannot be encoded
+        raise _not_allowed("the image URL is malformed") from None
+
+
+def join_url(url: httpx.URL, location: str) -> httpx.URL:
+    """Where a redirect leads. Raises `UpstreamFailed` if that is no URL."""
+    try:
+        return url.join(location)
+    except (httpx.InvalidURL, ValueError):
+        raise UpstreamFailed("the image URL is redirected to what is no URL") from None
+
+
+def check_url(url: httpx.URL, domains: Collection[str]) -> httpx.URL:
+    """The URL with its host in the canonical spelling, if it may be fetched. Raises `BadRequest`.
+
+    It must be http or https, on that scheme's own port, without a user, of a host in `domains`.
+    """
+    if not domains:
+        raise _not_allowed(
+            "image URLs are not enabled on this server; send the image's bytes, or a data: URI"
+        )
+    if url.scheme not in PORTS:
+        raise _not_allowed("only http: and https: URLs are fetched")
+    if url.userinfo:
+        raise _not_allowed("image URLs with a user or password are not fetched")
+    if url.port not in (None, PORTS[url.scheme]):
+        raise _not_allowed("image URLs are fetched from port 80 (http) and 443 (https) only")
+    try:
+        host = canonical_host(url.raw_host.decode())
+    except ValueError:
+        raise url_refused() from None
+    if host not in domains:
+        raise url_refused()
+    return url.copy_with(host=host, port=None)
+
+
+def url_refused() -> BadRequest:
+    """The same for a host that is not allowed and for one with an address that is not.
+
+    Else the error would tell what a name inside the network stands for.
+    """
+    return _not_allowed("this server does not fetch images from that host")
+
+
+def _not_allowed(message: str) -> BadRequest:
+    return BadRequest(message, code="url_not_allowed")

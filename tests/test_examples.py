@@ -1,0 +1,240 @@
+"""The examples under deploy/examples/ as a user runs them, against real and fake servers."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import numpy as np
+import pytest
+
+from tests.conftest import encode_image
+from tests.test_cli import Process
+
+EXAMPLES = Path(__file__).parent.parent / "deploy/examples"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A request as the fake server got it."""
+
+    path: str
+    query: Mapping[str, str]
+    headers: Mapping[str, str]
+    body: bytes
+    at: float  # time.monotonic()
+
+
+@dataclass
+class Fake:
+    """A server with an answer for each path: the last of its list stays, those before it are given once."""
+
+    answers: dict[str, list[tuple[int, dict[str, str], Any]]] = field(default_factory=dict)
+    seen: list[Seen] = field(default_factory=list)
+    url: str = ""
+
+    def answer(self, request: Seen) -> tuple[int, dict[str, str], Any]:
+        self.seen.append(request)
+        answers = self.answers[request.path]
+        return answers.pop(0) if len(answers) > 1 else answers[0]
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    server_side = Fake()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            url = urlsplit(self.path)
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            seen = Seen(url.path, dict(parse_qsl(url.query)), headers, body, time.monotonic())
+            status, more, content = server_side.answer(seen)
+            data = json.dumps(content).encode()
+            self.send_response(status)
+            for name, value in {**more, "content-length": str(len(data))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_POST = do_GET
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    server_side.url = f"http://127.0.0.1:{server.server_port}"
+    yield server_side
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def start(name: str, *arguments: str | Path, **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / name), *map(str, arguments)],
+        env={**os.environ, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+def write_images(folder: Path, count: int) -> list[str]:
+    """Small images, some below the folder. Their paths."""
+    (folder / "deeper").mkdir(parents=True)
+    paths = [f"{'deeper/' if n % 3 else ''}{n:03}.png" for n in range(count)]
+    for n, path in enumerate(paths):
+        (folder / path).write_bytes(encode_image(64, 64, seed=n))
+    (folder / "notes.txt").write_text("no image")
+    return paths
+
+
+def lines_of(output: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def wait_for_lines(output: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while not output.exists() or output.read_bytes().count(b"\n") < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_folder_is_embedded_once_although_server_and_client_are_interrupted(tmp_path: Path) -> None:
+    paths, output = write_images(tmp_path / "in", 80), tmp_path / "out.jsonl"
+    server = Process("--port", "0", "--device", "cpu").ready()
+    url = server.url
+    arguments = (tmp_path / "in", output, "--sidecar", url, "--concurrency", "4")
+    try:
+        client = start("embed_folder.py", *arguments)
+        wait_for_lines(output, 10)
+        client.kill()
+        client.communicate()
+        num_before = output.read_bytes().count(b"\n")
+        assert 10 <= num_before < 80
+        with output.open("ab") as file:
+            file.write(b'{"path": "cut off wh')
+
+        client = start("embed_folder.py", *arguments)
+        wait_for_lines(output, num_before + 10)
+        server.signal(signal.SIGTERM)
+        assert server.exit_code() == 0
+        assert client.poll() is None, "the server was to go away in the middle"
+        server = Process("--port", url.rsplit(":", 1)[1], "--device", "cpu").ready()
+        code, _, said = finish(client)
+        assert (code, "are missing" in said) == (0, True), said
+    finally:
+        server.kill()
+    lines = lines_of(output)
+    assert sorted(line["path"] for line in lines) == sorted(paths)
+    assert len({line["sha256"] for line in lines}) == 80
+    vector = np.frombuffer(base64.b64decode(lines[0]["embedding"]), "<f4")
+    assert np.linalg.norm(vector) == pytest.approx(1, abs=1e-5)
+
+
+def embedding_answer(fingerprint: str = "f") -> dict[str, Any]:
+    return {"fingerprint": fingerprint, "data": [{"sha256": "s", "embedding": "AACAPw=="}]}
+
+
+def test_a_full_server_is_left_alone_for_as_long_as_it_asks(fake: Fake, tmp_path: Path) -> None:
+    write_images(tmp_path / "in", 1)
+    fake.answers["/embed"] = [(429, {"Retry-After": "1"}, {}), (200, {}, embedding_answer())]
+    arguments = (tmp_path / "in", tmp_path / "out.jsonl", "--sidecar", fake.url)
+    code, _, said = finish(start("embed_folder.py", *arguments, SIDECAR_API_KEY="secret"))
+    assert code == 0, said
+    first, second = fake.seen
+    assert second.at - first.at >= 1
+    assert first.headers["authorization"] == "Bearer secret"
+    assert first.body == second.body == encode_image(64, 64, seed=0)
+    assert len(lines_of(tmp_path / "out.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "said", "num_lines"),
+    [
+        ((400, {}, {"error": {"code": "invalid_image"}}), "000.png: 400", 2),
+        ((500, {}, {"error": {"code": "internal_error"}}), "000.png: 500", 2),
+        ((401, {}, {"error": {"code": "unauthorized"}}), "401", 0),
+        ((503, {"Retry-After": "10"}, {}), "gave up", 0),
+        ((200, {}, embedding_answer("other")), "cannot be compared", 1),
+    ],
+)
+def test_what_cannot_go_on_is_said(
+    answer: tuple[int, dict[str, str], Any], said: str, num_lines: int, fake: Fake, tmp_path: Path
+) -> None:
+    write_images(tmp_path / "in", 3)
+    fake.answers["/embed"] = [answer, (200, {}, embedding_answer())]
+    arguments = (tmp_path / "in", tmp_path / "out.jsonl", "--sidecar", fake.url, "--concurrency", "1")
+    code, _, error = finish(start("embed_folder.py", *arguments, "--patience-s", "1"))
+    assert code == 1
+    assert said in error
+    assert "Traceback" not in error
+    assert len(lines_of(tmp_path / "out.jsonl")) == num_lines
+
+
+def test_a_server_that_is_not_there_is_waited_for_and_then_given_up(tmp_path: Path) -> None:
+    write_images(tmp_path / "in", 3)
+    arguments = (tmp_path / "in", tmp_path / "out.jsonl", "--sidecar", "http://127.0.0.1:9")
+    code, _, error = finish(start("embed_folder.py", *arguments, "--patience-s", "0.5"))
+    assert code == 1
+    assert "gave up after 0.5 s" in error
+    assert "Traceback" not in error
+
+
+def content_part(uuid: str) -> dict[str, Any]:
+    embeds = {"image_embeds": "AAAA", "image_grid_thw": [1, 4, 4]}
+    return {"type": "image_embeds", "uuid": uuid, "image_embeds": embeds}
+
+
+def test_images_reach_the_language_model_as_embeddings(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "one.jpg").write_bytes(b"one")
+    (tmp_path / "two.png").write_bytes(b"two")
+    parts = [content_part("vs1-1"), content_part("vs1-2")]
+    reply = {"choices": [{"message": {"role": "assistant", "content": "A cat and a dog."}}]}
+    fake.answers = {
+        "/embed": [(200, {}, {"content": parts})],
+        "/v1/models": [(200, {}, {"data": [{"id": "the-model"}]})],
+        "/v1/chat/completions": [(200, {}, reply)],
+    }
+    arguments = ("What is it?", tmp_path / "one.jpg", tmp_path / "two.png")
+    urls = ("--sidecar", fake.url, "--vllm", fake.url)
+    keys = {"SIDECAR_API_KEY": "a", "VLLM_API_KEY": "b"}
+    assert finish(start("embed_and_chat.py", *arguments, *urls, **keys)) == (0, "A cat and a dog.\n", "")
+    embed, _, chat = fake.seen
+    assert embed.query == {"format": "vllm"}
+    assert embed.body.index(b"one") < embed.body.index(b"two")
+    assert embed.headers["authorization"] == "Bearer a"
+    assert chat.headers["authorization"] == "Bearer b"
+    sent = json.loads(chat.body)
+    assert sent["model"] == "the-model"
+    question = {"type": "text", "text": "What is it?"}
+    assert sent["messages"] == [{"role": "user", "content": [*parts, question]}]
+
+
+def test_what_a_server_refuses_is_told(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "one.jpg").write_bytes(b"one")
+    fake.answers["/embed"] = [(400, {}, {"error": {"message": "not an image"}})]
+    arguments = ("What is it?", tmp_path / "one.jpg", "--sidecar", fake.url, "--vllm", fake.url)
+    code, out, error = finish(start("embed_and_chat.py", *arguments))
+    assert (code, out) == (1, "")
+    assert "not an image" in error
