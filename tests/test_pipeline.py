@@ -521,12 +521,14 @@ def test_a_full_queue_refuses_what_does_not_fit(settings: Settings, gate: thread
                 request = Request(exchanges[-1].scope, exchanges[-1].receive)
                 return asyncio.create_task(pipeline.embed(request))
 
-            started = [start() for _ in range(2)]  # both are on the device
-            await until(lambda: len(source.submitted) == 2)
-            started += [start()]
-            await until(lambda: batcher.waiting_tokens == 6)
-            started += [start()]  # would be one token more than there is room for
             try:
+                started = [start()]
+                await until(lambda: len(source.submitted) == 1)
+                started += [start()]
+                await until(lambda: len(source.submitted) == 2)  # the device has no place for more
+                started += [start()]
+                await until(lambda: batcher.waiting_tokens == 6)
+                started += [start()]
                 await until(lambda: started[3].done())
             finally:
                 gate.set()
@@ -534,7 +536,7 @@ def test_a_full_queue_refuses_what_does_not_fit(settings: Settings, gate: thread
 
     exchanges: list[Exchange] = []
     answers = asyncio.run(main())
-    assert [isinstance(answer, bytes) for answer in answers] == [True, True, True, False]
+    assert [isinstance(answer, ApiError) for answer in answers] == [False, False, False, True]
     assert {(error.status, error.code) for error in answers[3:]} == {(429, "queue_full")}
     assert all(error.headers()["Retry-After"] == "1" for error in answers[3:])
 
