@@ -534,7 +534,7 @@ def test_a_full_queue_refuses_what_does_not_fit(settings: Settings, gate: thread
 
     exchanges: list[Exchange] = []
     answers = asyncio.run(main())
-    assert [isinstance(answer, bytes) for answer in answers] == [True, True, True, False]
+    assert [isinstance(answer, Answer) for answer in answers] == [True, True, True, False]
     assert {(error.status, error.code) for error in answers[3:]} == {(429, "queue_full")}
     assert all(error.headers()["Retry-After"] == "1" for error in answers[3:])
 
