@@ -65,7 +65,9 @@ def test_every_class_is_in_the_examples() -> None:
 @pytest.mark.parametrize(("error", "status", "kind", "code"), EXAMPLES)
 def test_status_type_and_code(error: ApiError, status: int, kind: str, code: str) -> None:
     assert error.status == status
-    message = "the request was not answered within the server's time limit" if code == "deadline_exceeded" else "m"
+    message = (
+        "the request was not answered within the server's time limit" if code == "deadline_exceeded" else "m"
+    )
     assert error.body() == {"error": {"message": message, "type": kind, "param": None, "code": code}}
     assert str(error) == message
 

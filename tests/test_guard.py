@@ -14,7 +14,7 @@ from service.errors import TooManyRequests
 from service.guard import GuardMiddleware
 from service.settings import Settings
 from service.ticket import Ticket
-from tests.conftest import Service, encode_image, only
+from tests.conftest import Service, only
 from tests.test_app import error_of
 
 ORIGIN = "https://pages.example.org"
@@ -144,17 +144,3 @@ def test_a_page_may_read_a_refusal(fill: Callable[..., Service]) -> None:
     assert "Retry-After" in response.headers["access-control-expose-headers"]
     asking = {"origin": ORIGIN, "access-control-request-method": "POST"}
     assert full.request("OPTIONS", "/embed", headers=asking).status_code == 200
-
-
-def test_a_server_with_room_again_takes_requests(service: Service) -> None:
-    batcher = service.engine.batcher
-
-    async def admit() -> Ticket:
-        ticket = Ticket()
-        batcher.admit(ticket, batcher.limit_tokens)
-        return ticket
-
-    ticket = service.runner.run(admit())
-    assert service.embed(encode_image()).status_code == 429
-    batcher.leave(ticket)
-    assert service.embed(encode_image()).status_code == 200
