@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import queue
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -29,7 +31,10 @@ LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR|CRI
 
 
 class Process:
-    """A server of its own, with what it has logged so far."""
+    """A server of its own, with what it has logged so far.
+
+    Its log is read as it is written: a full pipe would hold the server up.
+    """
 
     def __init__(self, *flags: str, environ: Mapping[str, str] = {}) -> None:
         self._process = subprocess.Popen(
@@ -40,13 +45,21 @@ class Process:
             stdout=subprocess.PIPE,
             text=True,
         )
+        self._unread: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: the log has ended
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
         self.log: list[str] = []
         self.url = ""
 
-    def wait_for_line(self, text: str) -> str:
+    def _read(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            self.log.append(line.rstrip("\n"))
+            self._unread.put(line.rstrip("\n"))
+        self._unread.put(None)
+
+    def wait_for_line(self, text: str) -> str:
+        while (line := self._unread.get(timeout=60)) is not None:
+            self.log.append(line)
             if text in line:
                 return line
         raise AssertionError(f"no line with {text!r} in {self.log}")
@@ -63,14 +76,19 @@ class Process:
         self._process.send_signal(number)
 
     def exit_code(self) -> int:
-        out, err = self._process.communicate(timeout=30)
-        assert out == ""
-        self.log += err.splitlines()
-        return self._process.returncode
+        code = self._process.wait(timeout=30)
+        assert self._process.stdout is not None
+        assert self._process.stdout.read() == ""
+        self._reader.join()
+        while not self._unread.empty():
+            line = self._unread.get()
+            self.log += [] if line is None else [line]
+        return code
 
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+        self._reader.join()
         for pipe in (self._process.stdout, self._process.stderr):
             assert pipe is not None
             pipe.close()
