@@ -77,3 +77,11 @@ def test_every_metric_is_in_the_table() -> None:
                 "_total" if family.type == "counter" else ""
             )
             assert f"`{name}`" in API, name
+
+
+def test_every_file_that_development_names_exists() -> None:
+    text = (ROOT / "docs/development.md").read_text()
+    named = re.findall(r"`((?:models|service|tests|docs|deploy)/[\w./-]*)`", text)
+    assert len(named) > 15
+    for path in named:
+        assert (ROOT / path).exists(), path

@@ -353,12 +353,16 @@ print(weights, peak - before)
 """
 
 
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = build_model(hidden_size=768, intermediate_size=3072, depth=8, num_heads=12, out_hidden_size=512)
+    return save(model, tmp_path_factory.mktemp("large"), shard_size="40MB")
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads Linux's /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loading_holds_little_more_than_the_weights(tmp_path: Path, dtype: str) -> None:
-    model = build_model(hidden_size=768, intermediate_size=3072, depth=8, num_heads=12, out_hidden_size=512)
-    folder = save(model, tmp_path, shard_size="40MB")
-    command = [sys.executable, "-c", MEMORY_SCRIPT, str(folder), dtype]
+def test_loading_holds_little_more_than_the_weights(large: Path, dtype: str) -> None:
+    command = [sys.executable, "-c", MEMORY_SCRIPT, str(large), dtype]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     weights, peak = (int(x) for x in done.stdout.split())
     assert weights > 100e6

@@ -45,7 +45,9 @@ class Workload:
 
 
 def make_workload(name: str, preprocessor: Preprocessor, repeats: int | None = None) -> Workload:
-    """The workload of that name. `repeats` shortens or lengthens it and its warm-up. Raises `KeyError`.
+    """The workload of that name; `repeats` shortens or lengthens it, and shortens its warm-up.
+
+    Raises `KeyError`.
 
     `trace`: single images at the 10th to 99th percentile of a published production trace of this encoder.
     `random-mm`: requests of 20 images of 336 x 336. `stream`: single images as people send to chat models.

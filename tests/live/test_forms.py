@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
+import simplejpeg
+import skimage
 import torch
 from openai import OpenAI
 
+from models import VisionEncoder
 from tests.conftest import encode_image
 from tests.decoding import from_json, from_npy, from_safetensors, from_vllm
 
@@ -100,3 +106,18 @@ def test_a_large_answer_in_several_pieces_is_whole(form: str, server_url: str) -
         "vllm": lambda body: from_vllm(body)[0],
     }
     assert read[form](response.content).shape == (1024, 384)
+
+
+def test_a_photograph_from_bytes_to_vector(server_url: str) -> None:
+    photograph = (Path(skimage.__file__).parent / "data" / "rocket.jpg").read_bytes()
+    response = httpx.post(f"{server_url}/embed", content=photograph, headers={"content-type": "image/jpeg"})
+    assert response.status_code == 200
+    [entry] = response.json()["data"]
+    assert (entry["width"], entry["height"]) == (640, 427)
+    assert entry["sha256"] == hashlib.sha256(photograph).hexdigest()
+    encoder = VisionEncoder.from_pretrained("demo", device="cpu", dtype=torch.float32)
+    [tokens] = encoder.encode([encoder.preprocess(simplejpeg.decode_jpeg(photograph, "RGB"))])
+    mean = tokens[:, : encoder.hidden_size].mean(dim=0)
+    assert len(entry["embedding"]) == encoder.hidden_size
+    assert np.linalg.norm(entry["embedding"]) == pytest.approx(1, abs=1e-6)
+    assert entry["embedding"] == pytest.approx((mean / mean.norm()).tolist(), abs=1e-5)
