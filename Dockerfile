@@ -15,7 +15,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY deploy/install.sh deploy/constraints.txt deploy/
 # Empty packages in place of the code, so that a change of the code leaves the layer with the dependencies as it was.
 # uv has done its work if it was asked for a build of torch.
-RUN for package in models service service/bench service/routes; do \
+RUN for package in models service service/bench service/encoding service/routes; do \
         mkdir $package && touch $package/__init__.py; \
     done \
     && PYTHON=python TORCH=$TORCH deploy/install.sh /opt/venv . \
@@ -45,7 +45,8 @@ RUN apt-get update \
 COPY --from=build /opt/venv /opt/venv
 COPY --from=build /app /app
 
-# /cache keeps what was downloaded and compiled: with it as a volume a second start is fast.
+# /cache keeps what was downloaded and compiled: with it as a volume a second start is fast. malloc is told to give large
+# buffers back to the system, so that memory in use is what the process shows.
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/cache \
@@ -53,6 +54,8 @@ ENV PATH=/opt/venv/bin:$PATH \
     HF_HOME=/cache/huggingface \
     TRITON_CACHE_DIR=/cache/triton \
     CUDA_CACHE_PATH=/cache/cuda \
+    MALLOC_MMAP_THRESHOLD_=1048576 \
+    MALLOC_TRIM_THRESHOLD_=16777216 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     VISION_SIDECAR_HOST=0.0.0.0 \

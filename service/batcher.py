@@ -245,21 +245,14 @@ class Batcher:
         if isinstance(error, DeviceError):
             self.lose(name, error)
             return
-        if error is None:
-            for stats in batch.result().stats:
-                self._observe(stats)
-        device = self._devices[name]
-        with self._changed:
-            if device.is_lost:
-                return  # its batches were given up before
-            entries = device.finished(batch)
+        try:
             if error is None:
-                self._hand_out(entries, batch.result())
-            elif len(entries) == 1:
-                self._end(entries[0].ticket, _encoding_failed(entries[0].index, error))
-            else:
-                self._retry(entries, error)
-            self._changed.notify_all()
+                for stats in batch.result().stats:
+                    self._observe(stats)  # before the callers look
+        finally:
+            with self._changed:
+                self._take_back(self._devices[name], batch, error)
+                self._changed.notify_all()
 
     # All below is called under the lock; `_full` also without it, where it may be a little out of date
 
@@ -309,6 +302,17 @@ class Batcher:
         if not entry.is_retry:
             self.reserved_tokens -= entry.num_tokens
             entry.ticket.reserved_tokens -= entry.num_tokens
+
+    def _take_back(self, device: _Device, batch: Future[BatchResult], error: BaseException | None) -> None:
+        if device.is_lost:
+            return  # its batches were given up before
+        entries = device.finished(batch)
+        if error is None:
+            self._hand_out(entries, batch.result())
+        elif len(entries) == 1:
+            self._end(entries[0].ticket, _encoding_failed(entries[0].index, error))
+        else:
+            self._retry(entries, error)
 
     def _hand_out(self, entries: Sequence[_Entry], result: BatchResult) -> None:
         complete: list[Ticket] = []

@@ -201,6 +201,7 @@ class Unavailable(ApiError):
 
 class UpstreamTimeout(ApiError):
     status = 504
+    type = "timeout_error"
     code = "image_url_timeout"
 
 

@@ -143,12 +143,6 @@ class Settings(BaseModel):
     decode_threads: Count = Field(
         default_factory=_available_cores, description="threads that decode and resize images [cores]"
     )
-    shutdown_delay_s: float = Field(
-        0.0,
-        ge=0,
-        allow_inf_nan=False,
-        description="time in seconds at shutdown during which requests are still taken, but /readyz says 503",
-    )
     allowed_media_domains: Hosts = Field(
         (), description="hosts that image URLs may name, exactly, comma-separated [nothing is fetched]"
     )
@@ -159,6 +153,12 @@ class Settings(BaseModel):
     )
     media_timeout_s: Seconds = Field(
         5.0, description="longest time in seconds for the image URLs of a request to be fetched"
+    )
+    shutdown_delay_s: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="time in seconds at shutdown during which requests are still taken, but /readyz says 503",
     )
     shutdown_grace_s: Seconds = Field(
         35.0, description="longest time in seconds that admitted requests may take to finish at shutdown"
@@ -171,6 +171,11 @@ class Settings(BaseModel):
         if self.max_body_bytes > self.max_inflight_bytes:
             _contradiction(
                 "max_body_bytes", self.max_body_bytes, "max_inflight_bytes", self.max_inflight_bytes
+            )
+        if self.max_wait_ms >= self.request_timeout_s * 1e3:
+            _refuse(
+                f"--max-wait-ms {self.max_wait_ms:g} leaves no time within --request-timeout-s "
+                f"{self.request_timeout_s:g}"
             )
         if self.request_timeout_s > self.shutdown_grace_s:
             _contradiction(

@@ -221,6 +221,7 @@ def serve() -> Iterator[Callable[..., Service]]:
     """Starts apps with fake encoders, which are loaded once `load` returns; stops them at the end.
 
     Several encoders are replicas called `fake:0`, `fake:1` and so on; a single one is called `fake`.
+    `start_replicas` takes the place of all that.
     """
     running: list[Service] = []
 
@@ -229,6 +230,7 @@ def serve() -> Iterator[Callable[..., Service]]:
         *,
         encoders: Sequence[FakeEncoder] = (),
         load: Callable[[], object] = lambda: None,
+        start_replicas: Callable[[Settings], ReplicaGroup] | None = None,
         state: State = State.READY,
     ) -> Service:
         fakes = encoders or (FakeEncoder(),)
@@ -236,7 +238,7 @@ def serve() -> Iterator[Callable[..., Service]]:
         app = create_app(
             settings or Settings(decode_threads=2),
             registry=registry,
-            start_replicas=lambda settings: fake_replicas(*fakes, load=load),
+            start_replicas=start_replicas or (lambda settings: fake_replicas(*fakes, load=load)),
         )
         service = Service(app, registry, *fakes)
         service.start()

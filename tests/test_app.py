@@ -7,6 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 from urllib.parse import urlencode
 
@@ -22,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from models import EncodeItem, ModelError, OutputSpec
+from models.replica import MAX_LAUNCHED
 from service.app import COUNTED_ROUTES, create_app
 from service.engine import State
 from service.errors import ERROR_CODES
@@ -45,6 +47,7 @@ from tests.conftest import (
     only,
 )
 from tests.decoding import from_safetensors, from_vllm
+from tests.queueing import eventually
 
 Serve = Callable[..., Service]
 
@@ -633,16 +636,18 @@ def test_metrics_of_two_replicas_sum_up(two_demos: Service) -> None:
     assert all(two_demos.metric("device_busy_seconds_total", device=device) > 0 for device in devices)
 
 
-def test_requests_of_one_image_are_spread_over_the_replicas(serve: Serve) -> None:
-    both_busy = threading.Barrier(2, timeout=10)
+def test_requests_of_one_image_are_spread_over_the_replicas(serve: Serve, settings: Settings) -> None:
+    busy = [threading.Event(), threading.Event()]
 
-    def wait_for_the_other(items: Sequence[EncodeItem]) -> None:
-        both_busy.wait()
+    def wait_for_the_other(own: threading.Event, items: Sequence[EncodeItem]) -> None:
+        own.set()
+        assert all(event.wait(10) for event in busy)
 
-    service = serve(encoders=[FakeEncoder(wait_for_the_other) for _ in range(2)])
-    answers = embed_at_once(service, [encode_image(seed=n) for n in range(2)])
-    assert [response.status_code for response in answers] == [200, 200]
-    assert [len(encoder.batches) for encoder in service.encoders] == [1, 1]
+    encoders = [FakeEncoder(partial(wait_for_the_other, own)) for own in busy]
+    service = serve(only(settings, max_batch_tokens=6), encoders=encoders)
+    images = [encode_image(seed=n) for n in range(MAX_LAUNCHED + 1)]
+    assert [response.status_code for response in embed_at_once(service, images)] == [200] * len(images)
+    assert min(len(encoder.batches) for encoder in encoders) >= 1
 
 
 def test_a_lost_replica_is_reported_and_the_others_finish(serve: Serve, gate: threading.Event) -> None:
@@ -672,13 +677,21 @@ def test_a_lost_replica_is_reported_and_the_others_finish(serve: Serve, gate: th
     assert service.metric("device_up", device="fake:1") == 0
 
 
-def test_a_request_with_a_share_on_a_lost_replica_fails_whole(serve: Serve) -> None:
+def test_a_request_with_a_share_on_a_lost_replica_fails_whole(
+    serve: Serve, settings: Settings, gate: threading.Event
+) -> None:
     def lose(items: Sequence[EncodeItem]) -> None:
         raise torch.AcceleratorError("illegal memory access")
 
-    service = serve(encoders=[FakeEncoder(), FakeEncoder(lose)])
-    assert error_of(service.embed_form(encode_image(), encode_image())) == (503, "device_failed", None)
-    assert service.engine.idle
+    def hold(items: Sequence[EncodeItem]) -> None:
+        gate.wait()
+
+    encoders = [FakeEncoder(hold), FakeEncoder(lose)]
+    service = serve(only(settings, max_batch_tokens=6), encoders=encoders)
+    images = [encode_image()] * (MAX_LAUNCHED + 1)  # a batch each, and more than the first has places for
+    assert error_of(service.embed_form(*images)) == (503, "device_failed", None)
+    gate.set()
+    eventually(lambda: service.engine.idle)
 
 
 def test_replays_and_padding_are_counted(serve: Serve) -> None:

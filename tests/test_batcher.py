@@ -382,6 +382,20 @@ def test_who_leaves_while_a_device_works_disturbs_no_neighbour(make: Make) -> No
     queue.assert_empty()
 
 
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_who_left_gets_nothing_and_keeps_nothing_from_who_shares_the_batch(
+    order: tuple[int, int], make: Make
+) -> None:
+    queue = make()
+    tickets = {value: queue.put(item(1, value)) for value in order}
+    batch = queue.take()
+    queue.batcher.leave(tickets[1])
+    batch.finish()
+    assert queue.answer(tickets[2]) == [2]
+    assert isinstance(queue.callers.error(tickets[1]), Abandoned)
+    queue.assert_empty()
+
+
 def test_an_end_is_the_only_one(make: Make) -> None:
     queue = make()
     ticket = queue.put(item(1, 5))

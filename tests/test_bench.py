@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import json
+import math
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 
-from models import Patches, Preprocessor, random_checkpoint
+from models import BatchResult, Patches, Preprocessor, VisionEncoder, random_checkpoint
 from service import bench
 from service.bench.encoder import arithmetic
+from service.bench.sides import make_side
+from service.bench.timing import time_submitted
 from service.bench.workloads import WORKLOADS, make_workload
 
 EIGHT_B = random_checkpoint("8B")
@@ -48,6 +54,15 @@ def test_the_trace_has_the_published_sizes() -> None:
     assert sizes == [8836, 15376, 24336, 35344, 47380, 62500] * 2
 
 
+@pytest.mark.parametrize(("name", "usual"), [("random-mm", 20), ("stream", 300), ("1x336", 3)])
+def test_repeats_shorten_the_warm_up(name: str, usual: int) -> None:
+    assert make_workload(name, PREPROCESSOR).num_warmup == usual
+    for repeats in (1, 400):
+        workload = make_workload(name, PREPROCESSOR, repeats)
+        assert workload.num_warmup == (3 if name == "1x336" else min(repeats, usual))
+        assert len(workload.batches) == workload.num_warmup + repeats
+
+
 def test_the_stream_is_what_people_send() -> None:
     workload = make_workload("stream", PREPROCESSOR)
     assert len(workload.batches) == 3300
@@ -66,13 +81,13 @@ def test_arithmetic_is_counted_by_hand() -> None:
 
 def test_the_benchmark_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
-    flags = "--size demo --workloads 1x336,random-mm --sides transformers,eager --repeats 2 --dtype float32"
+    flags = "--size demo --workloads 1x336,random-mm --sides transformers,eager --repeats 1 --dtype float32"
     assert bench.main(["encoder", *flags.split(), "--device", "cpu", "--json", str(report)]) == 0
     content = json.loads(report.read_text())
     rows = {(row["workload"], row["side"]): row for row in content["rows"]}
     assert len(rows) == 4
     for (workload, _), row in rows.items():
-        assert row["batches"] == 2
+        assert row["batches"] == 1
         assert 0 < row["p50_ms"] <= row["p99_ms"]
         images = 20 if workload == "random-mm" else 1
         assert row["images_per_s"] == pytest.approx(images * 1e3 / row["mean_ms"])
@@ -81,6 +96,82 @@ def test_the_benchmark_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixtu
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 1 + 4 + 1
     assert content["product_flops"] > 0
+
+
+def test_replicas_are_measured_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    flags = "--size demo --workloads 1x336,4x336 --sides transformers,eager --repeats 2 --dtype float32"
+    replicas = ["--device", "cpu", "--replicas", "2", "--json", str(report)]
+    assert bench.main(["encoder", *flags.split(), *replicas]) == 0
+    rows = {(row["workload"], row["side"]): row for row in json.loads(report.read_text())["rows"]}
+    assert list(rows) == [
+        (workload, side) for side in ("transformers", "eager") for workload in ("1x336", "4x336")
+    ]
+    for (workload, side), row in rows.items():
+        assert row["batches"] == 2
+        assert row["images_per_s"] == pytest.approx(int(workload[0]) * 1e3 / row["mean_ms"])
+        assert row["padded_share"] == 0
+        assert row["utilisation"] > 0
+        # Replicas work in threads of their own: there is no call whose processor time could be taken.
+        assert math.isnan(row["cpu_ms"]) == (side == "eager")
+    assert len(capsys.readouterr().out.splitlines()) == 1 + 4 + 1
+
+
+def test_replicas_give_the_vectors_of_one_encoder_in_order_and_end_when_closed() -> None:
+    checkpoint = random_checkpoint("demo")
+    side = make_side(
+        "eager",
+        checkpoint,
+        torch.device("cpu"),
+        torch.float32,
+        attn_backend="auto",
+        budget_steps=4,
+        num_replicas=2,
+    )
+    threads = threading.active_count()
+    images = [
+        Patches(torch.full((n * n, 768), 9 * n, dtype=torch.uint8), (1, n, n), n * n // 4) for n in (8, 4, 6)
+    ]
+    assert side.submit is not None
+    result = side.submit(images).result()
+    assert side.num_devices == 2
+    assert len({stats.device for stats in result.stats}) == 2
+    encoder = VisionEncoder(checkpoint, torch.device("cpu"), dtype=torch.float32)
+    for vector, tokens in zip(result.embeddings, encoder.encode(images), strict=True):
+        mean = tokens[:, : encoder.hidden_size].mean(dim=0)
+        torch.testing.assert_close(vector, mean / mean.norm(), rtol=1e-4, atol=1e-5)
+    side.close()
+    assert threading.active_count() < threads
+
+
+class Batch(Future[BatchResult]):
+    """One that replicas have until somebody asks for its result."""
+
+    def __init__(self, running: set[Future[BatchResult]]) -> None:
+        super().__init__()
+        self._running = running
+        running.add(self)
+
+    def result(self, timeout: float | None = None) -> BatchResult:
+        self._running.remove(self)
+        return BatchResult((), (), 0.0, 0.0)
+
+
+@pytest.mark.parametrize("max_submitted", [1, 3, 9])
+def test_replicas_have_so_many_batches_at_once_and_no_more(max_submitted: int) -> None:
+    running: set[Future[BatchResult]] = set()
+    most = []
+
+    def submit(batch: Sequence[Patches]) -> Batch:
+        submitted = Batch(running)
+        most.append(len(running))
+        return submitted
+
+    times_s = time_submitted(submit, [[]] * 7, max_submitted)
+    assert len(times_s) == 7
+    assert all(seconds >= 0 for seconds in times_s)
+    assert max(most) == min(7, max_submitted)
+    assert not running
 
 
 @pytest.mark.parametrize(

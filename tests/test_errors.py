@@ -50,7 +50,7 @@ EXAMPLES: list[tuple[ApiError, int, str, str]] = [
     (Unavailable("m"), 503, "server_error", "not_ready"),
     (Unavailable("m", code="device_failed"), 503, "server_error", "device_failed"),
     (DeadlineExceeded(), 504, "timeout_error", "deadline_exceeded"),
-    (UpstreamTimeout("m"), 504, "server_error", "image_url_timeout"),
+    (UpstreamTimeout("m"), 504, "timeout_error", "image_url_timeout"),
 ]
 
 
@@ -65,7 +65,9 @@ def test_every_class_is_in_the_examples() -> None:
 @pytest.mark.parametrize(("error", "status", "kind", "code"), EXAMPLES)
 def test_status_type_and_code(error: ApiError, status: int, kind: str, code: str) -> None:
     assert error.status == status
-    message = "the request was not answered within the server's time limit" if status == 504 else "m"
+    message = (
+        "the request was not answered within the server's time limit" if code == "deadline_exceeded" else "m"
+    )
     assert error.body() == {"error": {"message": message, "type": kind, "param": None, "code": code}}
     assert str(error) == message
 

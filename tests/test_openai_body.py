@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service.body import read_openai_body
-from service.embed_body import EmbedBody
+from service.embed_body import EmbedBody, ImageUrl
 from service.errors import ApiError, UnsupportedMedia
 from service.openai_body import ServedModel
 from service.openapi import PIXEL
@@ -97,9 +97,15 @@ def test_the_refusal_of_text_says_what_to_send() -> None:
 def test_what_is_meant_as_an_image_keeps_its_own_error() -> None:
     assert refusal({"input": {"image": "cat!"}}) == (400, "invalid_base64", "images[0]")
     assert refusal({"input": "data:image/png;base64,!"}) == (400, "invalid_base64", "images[0]")
-    assert refusal({"input": "https://example.org/a.jpg"}) == (400, "url_not_allowed", "images[0]")
+    assert refusal({"input": {"image": "ftp://example.org/a.jpg"}})[1:] == ("url_not_allowed", "images[0]")
     assert refusal({"input": "A" * 1336}) == (413, "image_too_large", "images[0]")
     assert read({"input": base64.b64encode(b"%PDF-1.7").decode()}).images == (b"%PDF-1.7",)
+
+
+def test_a_url_is_left_to_be_fetched() -> None:
+    url = ImageUrl("https://example.org/a.jpg")
+    for item in (url.url, {"image": url.url}, {"url": url.url}):
+        assert read({"input": item}).images == (url,)
 
 
 @pytest.mark.parametrize(

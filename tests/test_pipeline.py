@@ -521,12 +521,14 @@ def test_a_full_queue_refuses_what_does_not_fit(settings: Settings, gate: thread
                 request = Request(exchanges[-1].scope, exchanges[-1].receive)
                 return asyncio.create_task(pipeline.embed(request))
 
-            started = [start() for _ in range(2)]  # both are on the device
-            await until(lambda: len(source.submitted) == 2)
-            started += [start()]
-            await until(lambda: batcher.waiting_tokens == 6)
-            started += [start()]  # would be one token more than there is room for
+            started: list[asyncio.Task[Answer]] = []
             try:
+                for num_on_device in (1, 2):
+                    started += [start()]
+                    await until(lambda: len(source.submitted) == num_on_device)  # noqa: B023
+                started += [start()]
+                await until(lambda: batcher.waiting_tokens == 6)
+                started += [start()]  # has more tokens than there is room for
                 await until(lambda: started[3].done())
             finally:
                 gate.set()
@@ -534,7 +536,7 @@ def test_a_full_queue_refuses_what_does_not_fit(settings: Settings, gate: thread
 
     exchanges: list[Exchange] = []
     answers = asyncio.run(main())
-    assert [isinstance(answer, bytes) for answer in answers] == [True, True, True, False]
+    assert [isinstance(answer, Answer) for answer in answers] == [True, True, True, False]
     assert {(error.status, error.code) for error in answers[3:]} == {(429, "queue_full")}
     assert all(error.headers()["Retry-After"] == "1" for error in answers[3:])
 

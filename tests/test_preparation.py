@@ -119,6 +119,21 @@ def test_the_first_broken_image_is_named_in_whatever_order_they_are_decoded(
     assert bench.batcher.waiting_images == 0
 
 
+def test_the_first_broken_image_is_named_where_a_later_one_fails_last(bench: Bench) -> None:
+    class Overtaken(Counting):
+        def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+            if rgb.shape[0] == 32:  # the last image; the broken ones are decoded while it is
+                bench.executor.run()
+                raise RuntimeError("odd")
+            return super().__call__(rgb)
+
+    bench.preprocessor.__class__ = Overtaken
+    ticket, _ = bench.start(encode_image(), TRUNCATED, encode_image(32, 32))
+    bench.executor.run()
+    bench.executor.run(1)
+    assert bench.refusal(ticket) == (400, "invalid_image", "images[1]")
+
+
 def test_behind_a_broken_image_nothing_more_is_decoded(bench: Bench) -> None:
     ticket, _ = bench.start(TRUNCATED, *[encode_image()] * 3)
     for _ in range(4):

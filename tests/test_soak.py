@@ -35,7 +35,11 @@ SAMPLE_EVERY_S = 2.0
 MAX_GROWTH_BYTES = 40e6  # of memory, from the median of the second fifth to that of the last
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "GIF")
 # Memory that is free goes back to the system, and what grows is what is held. glibc else keeps most of it.
-HONEST_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "16777216"}
+HONEST_MALLOC = {
+    "MALLOC_ARENA_MAX": "2",
+    "MALLOC_MMAP_THRESHOLD_": "1048576",
+    "MALLOC_TRIM_THRESHOLD_": "16777216",
+}
 FAULTS = re.compile(r" (WARNING|ERROR|CRITICAL) ")
 
 

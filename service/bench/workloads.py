@@ -45,7 +45,7 @@ class Workload:
 
 
 def make_workload(name: str, preprocessor: Preprocessor, repeats: int | None = None) -> Workload:
-    """The workload of that name; `repeats` shortens or lengthens it. Raises `KeyError`.
+    """The workload of that name. `repeats` shortens or lengthens it and its warm-up. Raises `KeyError`.
 
     `trace`: single images at the 10th to 99th percentile of a published production trace of this encoder.
     `random-mm`: requests of 20 images of 336 x 336. `stream`: single images as people send to chat models.
@@ -55,7 +55,8 @@ def make_workload(name: str, preprocessor: Preprocessor, repeats: int | None = N
     if name == "random-mm":
         request = (_grid(preprocessor, 336, 336),) * 20
         count = 1000 if repeats is None else repeats
-        return Workload(name, (request,) * (count + 20), 20, "whole")
+        num_warmup = min(20, count)
+        return Workload(name, (request,) * (num_warmup + count), num_warmup, "whole")
     count = 30 if repeats is None else repeats
     if name == "trace":
         batches = tuple((grid,) for grid in TRACE)
@@ -81,8 +82,9 @@ def _grid(preprocessor: Preprocessor, height: int, width: int) -> tuple[int, int
 def _stream(preprocessor: Preprocessor, count: int) -> Workload:
     rng = np.random.default_rng(42)
     batches = []
-    for _ in range(300 + count):
+    num_warmup = min(300, count)
+    for _ in range(num_warmup + count):
         side, ratio = np.exp(rng.normal(np.log(600), 0.25)), np.exp(rng.normal(0, 0.3))
         width, height = (int(np.clip(round(x), 32, 4096)) for x in (side * ratio, side / ratio))
         batches.append((_grid(preprocessor, height, width),))
-    return Workload("stream", tuple(batches), 300, "whole")
+    return Workload("stream", tuple(batches), num_warmup, "whole")
