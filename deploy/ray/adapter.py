@@ -15,8 +15,9 @@ _DISCONNECT: Message = {"type": "http.disconnect"}
 class BehindServe:
     """Wraps the app.
 
-    - Serve cancels a request whose caller left. The app would take that for the end of the server and count a
-      503; it is told that the caller left instead, and ends the request itself.
+    - Serve cancels a request whose caller left, or fails to receive more of it. The app would take the first
+      for the end of the server, and the second for a fault of its own. It is told that the caller left, and
+      ends the request itself.
     - Serve adds the request's id to every answer, so the app's own, which is the same, is left out.
     """
 
@@ -63,4 +64,7 @@ async def _first(receive: Receive, left: asyncio.Event) -> Message:
 
 
 async def _next(receive: Receive) -> Message:
-    return await receive()
+    try:
+        return await receive()
+    except Exception:  # of whatever kind: the way to the caller is gone
+        return _DISCONNECT

@@ -1,8 +1,8 @@
 """The server's app as a Ray Serve application: `serve deploy deploy/ray/serve.yaml`.
 
-Serve routes, scales and restarts; a replica is one process with one app, as `vision-sidecar serve` would run it.
-Knows Ray and the app's settings and life cycle; nothing of images. Every node needs this project and, on
-`PYTHONPATH`, the folder above `deploy`.
+Serve routes, scales and restarts; a replica is one process with the app that `vision-sidecar serve` runs.
+Knows Ray, and the app's settings and life cycle; nothing of images. Every node needs this project with its
+extra `ray`, and on `PYTHONPATH` the folder above `deploy`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def build_app() -> FastAPI:
 
 def serve_metrics(registry: CollectorRegistry) -> str:
     """Serves the metrics of this process on a free port of the node, and returns the address."""
-    disable_created_metrics()  # as on the app's own page
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # nor has the app's own page them
     node_id = ray.get_runtime_context().get_node_id()
     host = next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
     server, _ = start_http_server(0, host, registry)
@@ -76,7 +76,7 @@ def serve_metrics(registry: CollectorRegistry) -> str:
 
 
 async def list_targets(request: Request) -> Response:
-    """The metrics' address of every replica that takes requests, as Prometheus's `http_sd_configs` reads it."""
+    """Where each replica that takes requests has its metrics, as `http_sd_configs` of Prometheus wants it."""
     context = serve.get_replica_context()
     handle = serve.get_deployment_handle(context.deployment, context.app_name)
     asked = handle.broadcast("metrics_target")
@@ -91,7 +91,7 @@ class Replica:
     app: FastAPI  # set by `serve.ingress`
 
     async def check_health(self) -> None:
-        """Returns once the model is loaded, so that no request comes before. Raises where only a restart helps."""
+        """Waits for the model, so that no request comes before it. Raises where only a restart helps."""
         engine: Engine = self.app.state.engine
         while engine.state is State.LOADING:  # noqa: ASYNC110
             await asyncio.sleep(0.1)

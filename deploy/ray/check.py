@@ -1,7 +1,7 @@
-"""Runs deploy/ray/demo.yaml on a Ray of this machine's own and looks whether it serves, scales and loses nothing.
+"""Runs deploy/ray/demo.yaml on this machine and looks whether it serves, scales, restarts and loses nothing.
 
-`make check-ray`, or with a Python that has the extra `ray`. Takes about three minutes. Refuses to start where a
-Ray runs already, as its end stops them all.
+`make check-ray`, or any Python with the extra `ray`. Takes about three minutes. Refuses to start where a Ray
+runs already, as in the end it stops all that there are.
 """
 
 from __future__ import annotations
