@@ -1,5 +1,5 @@
 # Every target sets up what it needs: a virtual environment in .venv with the versions of deploy/constraints.txt.
-.PHONY: serve test test-gpu soak lint format check-deploy clean
+.PHONY: serve test test-gpu soak lint format check-deploy check-ray clean
 PYTHON ?= python3
 BIN := .venv/bin
 # One mark for each build of torch that was asked for, so that another one is installed when it is asked for.
@@ -24,6 +24,7 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/mypy deploy/healthcheck.py
 	$(BIN)/mypy deploy/examples/embed_and_chat.py deploy/examples/embed_folder.py
+	$(BIN)/mypy --explicit-package-bases deploy/ray/app.py deploy/ray/check.py
 
 format: $(DEV)
 	$(BIN)/ruff check --fix .
@@ -44,6 +45,11 @@ check-deploy: $(DEV)
 	done
 	$(BIN)/python -m tests.check_dashboard
 
+# Starts a Ray on this machine and stops all that run here, so it refuses where one does.
+check-ray:
+	PYTHON=$(PYTHON) deploy/install.sh .venv-ray '.[ray]'
+	.venv-ray/bin/python deploy/ray/check.py
+
 $(SERVE): pyproject.toml deploy/constraints.txt deploy/install.sh
 	PYTHON=$(PYTHON) deploy/install.sh .venv .
 	rm -f .venv/.serve* .venv/.dev*
@@ -55,4 +61,4 @@ $(DEV): pyproject.toml deploy/constraints.txt deploy/install.sh
 	touch $@ $(SERVE)
 
 clean:
-	rm -rf .venv build dist *.egg-info
+	rm -rf .venv .venv-ray build dist *.egg-info
