@@ -121,45 +121,53 @@ class EncoderCudaGraphManager(Generic[Batch]):
             self.budgets, self.max_images = _resolve(settings, smallest, largest)
         self._slots = {budget: self._num_slots(budget) for budget in self.budgets}
         self._shared: _Shared | None = None
-        with _ONE_START:
-            if settings is not None:
-                self._start()
-            elif self._is_cuda:
+        self._at = self.budgets[-1]  # the budget that is being captured or tested
+        if settings is not None:
+            self._start()
+        elif self._is_cuda:
+            with _ONE_START:
                 self._warm_up(largest)
 
     # Start
 
     def _start(self) -> None:
-        """Captures every budget, largest first, into one pool and on one set of buffers, and tests it."""
-        started, budget = time.perf_counter(), self.budgets[-1]
-        self._empty_cache()  # what others left there would be counted as given back by the graphs
-        before = self._reserved_memory()
+        """Captures every budget and tests it. Devices capture one after the other, and test side by side."""
         try:
-            self._shared = self._allocate(budget)
-            for budget in tqdm(self.budgets[::-1], "capturing", unit="graph", disable=None, leave=False):
-                at, used = time.perf_counter(), self._reserved_memory()
-                self.graphs[budget] = self._capture(budget, self._shared)
-                seconds, memory = time.perf_counter() - at, self._reserved_memory() - used
-                logger.info("captured %d tokens in %.2f s, %.0f MiB", budget, seconds, memory / 2**20)
-            self.capture_seconds = time.perf_counter() - started
-            self.memory_bytes = self._reserved_memory() - before
+            with _ONE_START:
+                self._capture_all()
             for graph in self.graphs.values():
-                budget = graph.token_budget
+                self._at = graph.token_budget
                 self._test(graph)
         except torch.OutOfMemoryError:
             pass  # left first: the error holds on to what the failed forward pass allocated
         else:
-            logger.info(
-                "captured %d budgets of %d to %d tokens in %.1f s, %.0f MiB",
-                len(self.budgets),
-                self.budgets[0],
-                self.budgets[-1],
-                self.capture_seconds,
-                self.memory_bytes / 2**20,
-            )
             self._empty_cache()
             return
-        raise self._too_large(budget)
+        with _ONE_START:
+            raise self._too_large(self._at)
+
+    def _capture_all(self) -> None:
+        """Largest first, into one pool and on one set of buffers."""
+        started = time.perf_counter()
+        self._empty_cache()  # what others left there would be counted as given back by the graphs
+        before = self._reserved_memory()
+        self._shared = self._allocate(self._at)
+        for budget in tqdm(self.budgets[::-1], "capturing", unit="graph", disable=None, leave=False):
+            self._at = budget
+            at, used = time.perf_counter(), self._reserved_memory()
+            self.graphs[budget] = self._capture(budget, self._shared)
+            seconds, memory = time.perf_counter() - at, self._reserved_memory() - used
+            logger.info("captured %d tokens in %.2f s, %.0f MiB", budget, seconds, memory / 2**20)
+        self.capture_seconds = time.perf_counter() - started
+        self.memory_bytes = self._reserved_memory() - before
+        logger.info(
+            "captured %d budgets of %d to %d tokens in %.1f s, %.0f MiB",
+            len(self.budgets),
+            self.budgets[0],
+            self.budgets[-1],
+            self.capture_seconds,
+            self.memory_bytes / 2**20,
+        )
 
     def _warm_up(self, largest: int) -> None:
         """Compiles kernels, so that no request waits for that or finds out that it fails.

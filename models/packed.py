@@ -73,7 +73,8 @@ class PackedVisionTransformer:
         side = self._preprocess.merge_size
         height = next(x for x in range(math.isqrt(tokens), 0, -1) if tokens % x == 0)
         shape = (tokens * self._merge, self.model.config.patch_dim)
-        pixels = torch.from_numpy(rng.integers(0, 256, shape, dtype=np.uint8))
+        words = rng.integers(0, 2**64, -(-math.prod(shape) // 8), dtype=np.uint64)  # faster than bytes
+        pixels = torch.from_numpy(words.view(np.uint8)[: math.prod(shape)].reshape(shape))
         return Patches(pixels, (1, side * height, side * (tokens // height)), tokens)
 
     def prepare_encoder_cudagraph_replay_buffers(

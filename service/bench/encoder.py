@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -64,7 +63,9 @@ class Row:
     images_per_s: float
     padded_share: float  # of the tokens computed
     utilisation: float
-    cpu_ms: float  # of the whole process, from the call of `encode` to its return, median
+    cpu_ms: (
+        float | None
+    )  # of the whole process, from the call of `encode` to its return, median; none of replicas
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,7 +188,7 @@ def measure(
     counted = list(batches)
     if side.submit is not None:
         times_s = time_submitted(side.submit, counted, MAX_SUBMITTED if workload.timing == "device" else 1)
-        cpu_s = [math.nan]
+        cpu_s = []
     elif workload.timing == "device" and device.type == "cuda":
         times_s = time_on_device(side, counted)
         cpu_s = [cpu_seconds(side, counted[-1]) for _ in range(5)]
@@ -209,7 +210,7 @@ def measure(
         images_per_s=len(images) / total_s,
         padded_share=padding / (tokens + padding),
         utilisation=sum(arithmetic(image, vision) for image in images) / total_s / rate / side.num_devices,
-        cpu_ms=float(np.median(cpu_s)) * 1e3,
+        cpu_ms=float(np.median(cpu_s)) * 1e3 if cpu_s else None,
     )
 
 
@@ -234,5 +235,5 @@ def format_row(row: Row) -> str:
     return (
         f"{row.workload:<10} {row.side:<13} {row.attn_backend:<13} {row.mean_ms:>9.3f} {row.p50_ms:>9.3f} "
         f"{row.p99_ms:>9.3f} {row.images_per_s:>9.1f} {row.padded_share:>7.1%} {row.utilisation:>6.3f} "
-        f"{row.cpu_ms:>8.2f}\n"
+        f"{'-' if row.cpu_ms is None else format(row.cpu_ms, '.2f'):>8}\n"
     )
