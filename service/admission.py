@@ -1,6 +1,6 @@
-"""How many bytes of request bodies may be in memory at once. Used on the event loop only, so without a lock.
+"""How many bytes of bodies and fetched images may be in memory at once.
 
-Knows numbers of bytes; nothing of images or HTTP.
+Used on the event loop only, so without a lock. Knows numbers of bytes; nothing of images or HTTP.
 """
 
 from __future__ import annotations
@@ -18,11 +18,22 @@ class ByteBudget:
         self.max_bytes = max_bytes
         self.held_bytes = 0
 
+    def check(self, num_bytes: int) -> None:
+        """Raises `TooManyRequests` where there is no room for so many bytes more."""
+        if self.held_bytes + num_bytes > self.max_bytes:
+            raise TooManyRequests(
+                "the server holds as many bytes as it may", code="too_many_bytes", retry_after_s=1
+            )
+
     @contextmanager
-    def permit(self, num_bytes: int) -> Iterator[Permit]:
-        """Room for the bytes of one request until the block ends. Raises `TooManyRequests` without it."""
+    def permit(self, expected_bytes: int) -> Iterator[Permit]:
+        """What one request holds, until the block ends: nothing at first.
+
+        Bytes count when they are there, or callers who announce many and send none would take the room of
+        others. Raises `TooManyRequests` where there is no room for those that are expected.
+        """
+        self.check(expected_bytes)
         permit = Permit(self)
-        permit.cover(num_bytes)
         try:
             yield permit
         finally:
@@ -36,15 +47,8 @@ class Permit:
         self._budget = budget
         self.num_bytes = 0
 
-    def cover(self, num_bytes: int) -> None:
-        """Grows to that many bytes, if it is smaller. Raises `TooManyRequests` where there is no room."""
-        more = num_bytes - self.num_bytes
-        if more <= 0:
-            return
-        budget = self._budget
-        if budget.held_bytes + more > budget.max_bytes:
-            raise TooManyRequests(
-                "the server is reading as many bytes as it may", code="too_many_bytes", retry_after_s=1
-            )
-        budget.held_bytes += more
-        self.num_bytes = num_bytes
+    def add(self, num_bytes: int) -> None:
+        """Takes room for that many bytes more. Raises `TooManyRequests` where there is none."""
+        self._budget.check(num_bytes)
+        self._budget.held_bytes += num_bytes
+        self.num_bytes += num_bytes

@@ -7,7 +7,7 @@ while an answer arrives. Knows nothing of what an image is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -42,8 +42,9 @@ class FetchLimits:
 class _Allowance:
     """What one request may still fetch: bytes, and `slots` for those that arrive at the same time."""
 
-    def __init__(self, limits: FetchLimits) -> None:
+    def __init__(self, limits: FetchLimits, hold: Callable[[int], None]) -> None:
         self._limits = limits
+        self._hold = hold
         self._num_bytes = 0
         self.slots = asyncio.Semaphore(_MAX_FETCHES_AT_ONCE)
 
@@ -52,6 +53,7 @@ class _Allowance:
         if self._num_bytes > self._limits.max_bytes:
             message = f"the images have more than the {self._limits.max_bytes} bytes allowed together"
             raise TooLarge(message, code="body_too_large")
+        self._hold(num_bytes)
 
 
 class Fetcher:
@@ -79,17 +81,20 @@ class Fetcher:
         """Closes the connections."""
         await self._pool.aclose()
 
-    async def fetch(self, images: Sequence[bytes | ImageUrl]) -> list[bytes]:
+    async def fetch(
+        self, images: Sequence[bytes | ImageUrl], hold: Callable[[int], None] = lambda num_bytes: None
+    ) -> list[bytes]:
         """The images, with the bytes in place of each URL. Raises `ApiError`, whose param is the image.
 
-        All URLs are checked before the first is fetched. As soon as one fails the others are dropped.
+        `hold` is told of bytes as they arrive, and may raise where the server has no room for them. All URLs
+        are checked before the first is fetched. As soon as one fails the others are dropped.
         """
         targets = {
             index: self._check(image.url, index)
             for index, image in enumerate(images)
             if isinstance(image, ImageUrl)
         }
-        fetched = await self._fetch_all(targets) if targets else {}
+        fetched = await self._fetch_all(targets, _Allowance(self._limits, hold)) if targets else {}
         return [image if isinstance(image, bytes) else fetched[index] for index, image in enumerate(images)]
 
     def _check(self, url: str, index: int) -> httpx.URL:
@@ -99,8 +104,7 @@ class Fetcher:
             error.param = image_param(index)
             raise
 
-    async def _fetch_all(self, targets: Mapping[int, httpx.URL]) -> dict[int, bytes]:
-        allowance = _Allowance(self._limits)
+    async def _fetch_all(self, targets: Mapping[int, httpx.URL], allowance: _Allowance) -> dict[int, bytes]:
         tasks = {
             index: asyncio.create_task(self._fetch_one(url, allowance)) for index, url in targets.items()
         }

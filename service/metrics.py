@@ -82,7 +82,9 @@ class Metrics:
         self._queue_limit_tokens = make.gauge(
             "queue_limit_tokens", "Most image tokens that may be decoded or wait at once."
         )
-        self._inflight_bytes = make.gauge("inflight_bytes", "Bytes of request bodies in memory.")
+        self._inflight_bytes = make.gauge(
+            "inflight_bytes", "Bytes of request bodies and fetched images in memory."
+        )
         self.requests_in_flight = make.gauge("requests_in_flight", "Requests being answered.")
         self.ready = make.gauge("ready", "1 while the server takes requests, else 0.")
         self._info = make.gauge(

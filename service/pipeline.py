@@ -108,7 +108,7 @@ class Pipeline:
             raise DeadlineExceeded from None
 
     def _announced_bytes(self, request: Request) -> int:
-        """How long the body says that it is; 0 where it does not say, or says what will be refused."""
+        """What the body says that it has; 0 where it does not say, or says what will be refused."""
         length = request.headers.get("content-length", "")
         is_number = length.isascii() and length.isdigit() and len(length) < 20
         num_bytes = int(length) if is_number else 0
@@ -161,9 +161,11 @@ class Pipeline:
         context.stages_s["read"] = time.perf_counter() - started
         return body
 
-    async def _fetch(self, images: Sequence[bytes | ImageUrl], context: RequestContext) -> list[bytes]:
+    async def _fetch(
+        self, images: Sequence[bytes | ImageUrl], context: RequestContext, permit: Permit
+    ) -> list[bytes]:
         started = time.perf_counter()
-        files = await self._fetcher.fetch(images)
+        files = await self._fetcher.fetch(images, permit.add)
         if any(isinstance(image, ImageUrl) for image in images):
             context.stages_s["fetch"] = time.perf_counter() - started
         return files
@@ -179,8 +181,7 @@ class Pipeline:
         """Fetches, decodes, queues and encodes: the ticket is at one of these steps until it ends."""
         ticket = Ticket(context.started_at + self._timeout_s)
         with watch(request.receive, lambda: self._batcher.leave(ticket)):
-            files = await self._fetch(images, context)
-            permit.cover(sum(map(len, files)))
+            files = await self._fetch(images, context, permit)
             started = time.perf_counter()
             try:
                 preparation = self._preparer.start(files, options, ticket, self._source.encoder)
@@ -215,11 +216,9 @@ class Pipeline:
 
 
 async def _covered(chunks: AsyncIterator[bytes], permit: Permit) -> AsyncIterator[bytes]:
-    """The chunks of a body, each with room for it: a body may not say before how long it is."""
-    num_bytes = 0
+    """The chunks of a body, each with room for it."""
     async for chunk in chunks:
-        num_bytes += len(chunk)
-        permit.cover(num_bytes)
+        permit.add(len(chunk))
         yield chunk
 
 

@@ -124,7 +124,7 @@ class Settings(BaseModel):
         131072, description="most image tokens that may wait, for each device; more are refused"
     )
     max_inflight_bytes: Count = Field(
-        2**29, description="most bytes of request bodies in memory at once; more are refused"
+        2**29, description="most bytes of bodies and fetched images in memory at once; more are refused"
     )
     max_body_bytes: Count = Field(64 * 2**20, description="largest request body in bytes")
     max_image_bytes: Count = Field(20 * 2**20, description="largest encoded image in bytes")

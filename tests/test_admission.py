@@ -8,13 +8,25 @@ from service.errors import TooManyRequests
 
 def test_permits_share_the_budget_and_give_it_back() -> None:
     budget = ByteBudget(10)
-    with budget.permit(4), budget.permit(6):
+    with budget.permit(4) as first, budget.permit(6) as second:
+        first.add(4)
+        second.add(5)
+        second.add(1)
         assert budget.held_bytes == 10
+        with pytest.raises(TooManyRequests):
+            first.add(1)
         with pytest.raises(TooManyRequests), budget.permit(1):
             raise AssertionError("there is no room")
         with budget.permit(0):
             assert budget.held_bytes == 10
     assert budget.held_bytes == 0
+
+
+def test_bytes_that_were_only_announced_take_no_room_of_others() -> None:
+    budget = ByteBudget(10)
+    with budget.permit(10), budget.permit(10) as other:
+        other.add(10)
+        assert budget.held_bytes == 10
 
 
 def test_a_refusal_says_when_to_come_again() -> None:
@@ -24,15 +36,14 @@ def test_a_refusal_says_when_to_come_again() -> None:
     assert caught.value.headers() == {"Retry-After": "1"}
 
 
-def test_a_permit_grows_with_what_arrives_and_never_shrinks() -> None:
+def test_what_was_refused_is_not_held() -> None:
     budget = ByteBudget(10)
     with budget.permit(3) as permit:
-        for covered, held in ((2, 3), (3, 3), (7, 7), (5, 7), (10, 10)):
-            permit.cover(covered)
-            assert (permit.num_bytes, budget.held_bytes) == (held, held)
+        permit.add(8)
         with pytest.raises(TooManyRequests):
-            permit.cover(11)
-        assert (permit.num_bytes, budget.held_bytes) == (10, 10)
+            permit.add(3)
+        assert (permit.num_bytes, budget.held_bytes) == (8, 8)
+        permit.add(2)
     assert budget.held_bytes == 0
 
 
@@ -41,7 +52,7 @@ def test_an_error_gives_everything_back() -> None:
 
     def fail() -> None:
         with budget.permit(3) as permit:
-            permit.cover(8)
+            permit.add(8)
             raise KeyError
 
     with pytest.raises(KeyError):

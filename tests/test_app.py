@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from urllib.parse import urlencode
@@ -323,6 +323,33 @@ def test_an_image_does_not_fit_until_others_are_taken(serve: Serve, settings: Se
     for name in ("queue_images", "queue_tokens", "inflight_bytes"):
         assert service.metric(name) == 0
     assert service.metric("queue_limit_tokens") == 6
+
+
+def test_callers_who_announce_much_and_send_nothing_take_no_room(serve: Serve, settings: Settings) -> None:
+    service = serve(only(settings, max_inflight_bytes=2**26))
+    over = asyncio.Event()
+
+    async def silent() -> AsyncIterator[bytes]:
+        await over.wait()
+        yield b"x"
+
+    async def main() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(service.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://sidecar") as client:
+            headers = {"content-type": "image/png", "content-length": str(2**24)}
+            waiting = [
+                asyncio.create_task(client.post("/embed", content=silent(), headers=headers))
+                for _ in range(8)
+            ]
+            await asyncio.sleep(0.05)
+            image = await client.post("/embed", content=encode_image(), headers={"content-type": "image/png"})
+            over.set()
+            return [image, *await asyncio.gather(*waiting)]
+
+    image, *others = service.runner.run(main())
+    assert image.status_code == 200
+    assert {answer.status_code for answer in others} == {400}
+    assert service.metric("inflight_bytes") == 0
 
 
 def test_draining_refuses_newcomers(service: Service) -> None:

@@ -16,7 +16,7 @@ from service.addresses import Address
 from service.app import create_app
 from service.embed_body import ImageUrl
 from service.engine import State
-from service.errors import ApiError
+from service.errors import ApiError, TooManyRequests
 from service.fetch import make_fetcher
 from service.settings import Settings
 from tests.conftest import FakeEncoder, Service, encode_image, fake_replicas
@@ -106,6 +106,32 @@ def test_connections_are_pooled() -> None:
             assert (upstream.num_connections, len(resolver.asked)) == (1, 1)
 
     asyncio.run(twice())
+
+
+def test_bytes_are_held_as_they_arrive_and_what_has_no_room_is_dropped() -> None:
+    held: list[int] = []
+
+    def hold(num_bytes: int) -> None:
+        held.append(num_bytes)
+        if sum(held) > 100_000:
+            raise TooManyRequests("full", code="too_many_bytes", retry_after_s=1)
+
+    async def fetch(num_bytes: int) -> None:
+        async with Upstream({"/": answer(b"x" * num_bytes)}) as upstream:
+            resolver = Resolver({}, default=["127.0.0.1"])
+            resolver.port = upstream.port
+            fetcher = make_fetcher(allowing(), resolve=resolver)
+            try:
+                await fetcher.fetch([ImageUrl(f"http://{HOST}/")], hold)
+            finally:
+                await fetcher.aclose()
+
+    asyncio.run(fetch(90_000))
+    assert sum(held) == 90_000
+    held.clear()
+    with pytest.raises(TooManyRequests):
+        asyncio.run(fetch(10_000_000))
+    assert sum(held) < 1_000_000
 
 
 @pytest.mark.parametrize("location", ["/b", "b", f"http://{HOST}/b", f"//{HOST}/b", "http://OTHER.test:80/b"])
