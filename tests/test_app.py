@@ -45,6 +45,7 @@ from tests.conftest import (
     only,
 )
 from tests.decoding import from_safetensors, from_vllm
+from tests.queueing import eventually
 
 Serve = Callable[..., Service]
 
@@ -672,13 +673,20 @@ def test_a_lost_replica_is_reported_and_the_others_finish(serve: Serve, gate: th
     assert service.metric("device_up", device="fake:1") == 0
 
 
-def test_a_request_with_a_share_on_a_lost_replica_fails_whole(serve: Serve) -> None:
+def test_a_request_with_a_share_on_a_lost_replica_fails_whole(serve: Serve, settings: Settings) -> None:
+    lost = threading.Event()
+
+    def hold(items: Sequence[EncodeItem]) -> None:
+        assert lost.wait(10)  # so that it cannot take all images, however late the other one comes
+
     def lose(items: Sequence[EncodeItem]) -> None:
+        lost.set()
         raise torch.AcceleratorError("illegal memory access")
 
-    service = serve(encoders=[FakeEncoder(), FakeEncoder(lose)])
-    assert error_of(service.embed_form(encode_image(), encode_image())) == (503, "device_failed", None)
-    assert service.engine.idle
+    of_one_image = only(settings, max_batch_tokens=6)
+    service = serve(of_one_image, encoders=[FakeEncoder(hold), FakeEncoder(lose)])
+    assert error_of(service.embed_form(*[encode_image()] * 6)) == (503, "device_failed", None)
+    eventually(lambda: service.engine.idle)
 
 
 def test_replays_and_padding_are_counted(serve: Serve) -> None:
