@@ -704,20 +704,19 @@ def test_a_lost_replica_is_reported_and_the_others_finish(serve: Serve, gate: th
     assert service.metric("device_up", device="fake:1") == 0
 
 
-def test_a_request_with_a_share_on_a_lost_replica_fails_whole(
-    serve: Serve, settings: Settings, gate: threading.Event
-) -> None:
-    def lose(items: Sequence[EncodeItem]) -> None:
-        raise torch.AcceleratorError("illegal memory access")
+def test_a_request_with_a_share_on_a_lost_replica_fails_whole(serve: Serve, settings: Settings) -> None:
+    lost = threading.Event()
 
     def hold(items: Sequence[EncodeItem]) -> None:
-        gate.wait()
+        assert lost.wait(10)  # so that it cannot take all images, however late the other one comes
 
-    encoders = [FakeEncoder(hold), FakeEncoder(lose)]
-    service = serve(only(settings, max_batch_tokens=6), encoders=encoders)
-    images = [encode_image()] * (MAX_LAUNCHED + 1)  # a batch each, and more than the first has places for
-    assert error_of(service.embed_form(*images)) == (503, "device_failed", None)
-    gate.set()
+    def lose(items: Sequence[EncodeItem]) -> None:
+        lost.set()
+        raise torch.AcceleratorError("illegal memory access")
+
+    of_one_image = only(settings, max_batch_tokens=6)
+    service = serve(of_one_image, encoders=[FakeEncoder(hold), FakeEncoder(lose)])
+    assert error_of(service.embed_form(*[encode_image()] * 6)) == (503, "device_failed", None)
     eventually(lambda: service.engine.idle)
 
 

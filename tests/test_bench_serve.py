@@ -232,7 +232,7 @@ def test_images_of_a_folder_are_sent(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no image")
     with FakeServer() as server:
         path = tmp_path / "report.json"
-        flags = f"--url {server.url} --warmup 0 --duration 0.2 --json {path} --images {tmp_path}"
+        flags = f"--url {server.url} --warmup 0 --duration 1 --json {path} --images {tmp_path}"
         assert bench.main(["serve", *flags.split()]) == 0
     assert {body for _, body in server.seen.posts} == set(files)
 

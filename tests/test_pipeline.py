@@ -553,7 +553,8 @@ def test_bytes_in_memory_have_a_limit(says_its_length: bool, settings: Settings)
     headers = [("content-length", str(len(image)))] if says_its_length else []
     source = Source()
     source.budget = ByteBudget(len(image))
-    with source.budget.permit(1):
+    with source.budget.permit(1) as other:
+        other.add(1)
         exchange = Exchange(image, headers=headers)
         with pytest.raises(ApiError) as caught:
             exchange.run(source, settings)
