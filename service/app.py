@@ -117,14 +117,10 @@ async def _lifespan(
     if settings.is_demo:
         logger.warning("model demo: the weights are random, so the embeddings mean nothing")
     engine.start()
-    watching = [
-        asyncio.create_task(engine.watch(settings.device_timeout_s)),
-        asyncio.create_task(engine.watch_loop()),
-    ]
+    watching = asyncio.create_task(engine.watch(settings.device_timeout_s))
     yield
-    for task in watching:
-        task.cancel()
-    await asyncio.wait(watching)
+    watching.cancel()
+    await asyncio.wait([watching])
     engine.drain()
     await fetcher.aclose()
     if not engine.close():

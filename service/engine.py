@@ -10,7 +10,6 @@ import asyncio
 import gc
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -20,15 +19,10 @@ from functools import partial
 from models import DeviceError, ModelError, Replica, ReplicaGroup, VisionEncoder
 from service.batcher import Batcher, QueueLimits
 from service.dtypes import dtype_name
-from service.errors import TooManyRequests, Unavailable
+from service.errors import Unavailable
 from service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
-
-# A server with that many requests whose event loop is that late takes no more: it would answer none in time.
-_MANY_REQUESTS = 256
-_LATE_S = 0.1
-_LOOK_EVERY_S = 0.02
 
 
 class State(Enum):
@@ -62,7 +56,6 @@ class Engine:
         self._loading: set[str] = set()
         self.state = State.LOADING
         self.num_admitted = 0
-        self._late_s = 0.0  # how late the event loop woke `watch_loop` up
 
     @property
     def encoder(self) -> VisionEncoder:
@@ -156,10 +149,6 @@ class Engine:
         """Raises `Unavailable` or `TooManyRequests` where any new request would be refused."""
         self._check_taking()
         self.batcher.check_room()
-        if self.num_admitted >= _MANY_REQUESTS and self._late_s > _LATE_S:
-            raise TooManyRequests(
-                "the server is behind with its requests", code="queue_full", retry_after_s=1
-            )
 
     def _check_taking(self) -> None:
         """Raises `Unavailable` unless new requests are taken."""
@@ -199,13 +188,6 @@ class Engine:
             for device in self.batcher.stuck_devices(timeout_s):
                 cause = TimeoutError(f"it has work and finished nothing for {timeout_s:g} s")
                 self.batcher.lose(device, DeviceError(device, cause))
-
-    async def watch_loop(self) -> None:
-        """Keeps account of how late the event loop is. Runs until it is cancelled."""
-        while True:
-            before = time.perf_counter()
-            await asyncio.sleep(_LOOK_EVERY_S)
-            self._late_s = time.perf_counter() - before - _LOOK_EVERY_S
 
     @property
     def idle(self) -> bool:
