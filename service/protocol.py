@@ -3,10 +3,12 @@
 - The header section, a trailer section or anything else that is no body may have 64 KiB; a request that
   began has a limited time until its headers are complete, and so has a connection until its first request.
 - What is no HTTP, or over such a limit, gets the one error body, as all other errors do.
+- A refusal waits for the answers to the requests before it.
 - An answer given before the request's body was read ends the connection, and what the client is still
   sending is dropped, for a while, so that it gets to read the answer instead of a reset.
+- A client that takes nothing of its answer is cut off. Of one that is gone, `send` raises `ClientDisconnect`.
 
-Knows sockets and HTTP framing; knows nothing of routes. Source of the last rule: RFC 9112, section 9.6.
+Knows HTTP framing; knows nothing of routes. Source of the rule before the last: RFC 9112, section 9.6.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 import httptools
+from starlette.requests import ClientDisconnect
 from uvicorn import Config
 from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
@@ -23,11 +26,10 @@ from uvicorn.server import ServerState
 
 from service.answers import FIXED_HEADERS, Headers, error_answer, identity_headers, new_request_id
 from service.errors import ApiError, BadRequest, BodyTimeout, HeadersTooLarge
+from service.transport import LingeringTransport, UnreadWatch
 
 MAX_HEADER_BYTES = 2**16
-# After an answer that came early: how long and how much more is read before the connection is cut.
-LINGER_S = 2.0
-LINGER_BYTES = 2**26
+UNREAD_TIMEOUT_S = 30.0
 
 _FRAMING = (b"content-length", b"transfer-encoding")
 
@@ -35,7 +37,8 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 class Protocol(HttpToolsProtocol):
     """One connection. While `is_draining()`, every answer is the last one of its connection.
 
-    `count_refusal` is told of each answer that is given here, without the app.
+    `count_refusal` is told of each answer that is given here, without the app. A client that takes nothing of
+    an answer for `unread_timeout_s` is cut off.
     """
 
     def __init__(
@@ -48,36 +51,56 @@ class Protocol(HttpToolsProtocol):
         header_timeout_s: float,
         is_draining: Callable[[], bool],
         count_refusal: Callable[[ApiError], None],
+        unread_timeout_s: float = UNREAD_TIMEOUT_S,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._header_timeout_s = header_timeout_s
         self._is_draining = is_draining
         self._count_refusal = count_refusal
+        self._unread_timeout_s = unread_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
+        self._has_begun = False  # the next request, whose headers are not complete
         self._in_headers = True  # of the next request, or before them
         self._is_resuming = False  # after headers that wished for another protocol, with a parser of its own
         self._num_header_bytes = 0  # since the last byte of a body
-        self._refusal: ApiError | None = None
+        self._refusal: ApiError | None = None  # of what was read last; nothing more is read
+        # Is answered, or was last. uvicorn's `cycle` is the last one that was read.
+        self._answered: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(_LingeringTransport(transport, self))
+        self._unread = UnreadWatch(transport, self._unread_timeout_s)
+        super().connection_made(LingeringTransport(transport, self, self._unread, self._is_in_request))
         # uvicorn starts this timer after an answer only; a connection may also never send a request.
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._unread.stop()
         self._stop_header_timer()
         self._unset_keepalive_if_required()
+        self.pipeline.clear()
+        self._stop_answering()  # uvicorn tells the last request only
         super().connection_lost(exc)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread.start()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread.start()
+
     def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            self.flow.pause_reading()
+            return
         self._num_header_bytes += len(data)
         try:
             while data:
                 data = self._feed(data)
         except httptools.HttpParserError:
-            self._refuse(self._refusal or _invalid_http())
+            self._refuse(_invalid_http())
         if self._num_header_bytes > MAX_HEADER_BYTES:
             self._refuse(_headers_too_large())
 
@@ -106,8 +129,9 @@ class Protocol(HttpToolsProtocol):
         if self._is_resuming:
             return
         super().on_message_begin()
-        self._unset_keepalive_if_required()
-        self._header_timer = self.loop.call_later(self._header_timeout_s, self._on_header_timeout)
+        self._has_begun = True
+        if not self._is_answering:
+            self._start_header_timer()
 
     def on_url(self, url: bytes) -> None:
         if not self._is_resuming:
@@ -122,9 +146,9 @@ class Protocol(HttpToolsProtocol):
             return
         # One read may bring a whole section that is too large, and a body behind it.
         if self._num_header_bytes > MAX_HEADER_BYTES and self._header_size() > MAX_HEADER_BYTES:
-            self._refusal = _headers_too_large()
+            self._refuse(_headers_too_large())
             raise ValueError("headers too large")
-        self._in_headers = False
+        self._has_begun = self._in_headers = False
         self._num_header_bytes = 0
         self._stop_header_timer()
         super().on_headers_complete()
@@ -149,27 +173,49 @@ class Protocol(HttpToolsProtocol):
         return False
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+
         async def answering(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
             async def send_and_maybe_close(message: ASGISendEvent) -> None:
                 if message["type"] == "http.response.start" and (cycle.more_body or self._is_draining()):
                     cycle.keep_alive = False  # said in the headers, and done when the answer is complete
                 await send(message)
+                if cycle.disconnected:
+                    raise ClientDisconnect
 
             try:
                 await app(scope, receive, send_and_maybe_close)
+            except ClientDisconnect:
+                pass  # no one is left to be told of it
             except asyncio.CancelledError:  # the server ends, in the middle of an answer
                 cycle.disconnected = True
                 self.transport.close()
 
         super()._start_asgi_task(cycle, answering)
 
+    def on_response_complete(self) -> None:
+        super().on_response_complete()  # and starts on the request that waits
+        if self._is_answering or self.transport.is_closing():
+            return
+        if self._refusal is not None:
+            self._end_with(self._refusal)
+        elif self._has_begun:
+            self._start_header_timer()
+
     def _header_size(self) -> int:
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
-    @property
-    def is_in_request(self) -> bool:
+    def _is_in_request(self) -> bool:
         """Whether the client is in the middle of a request, as far as it was read."""
-        return not self._in_headers or self._num_header_bytes > 0
+        return not self._in_headers or self._num_header_bytes > 0 or self._refusal is not None
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._answered is not None and not self._answered.response_complete
+
+    def _start_header_timer(self) -> None:
+        self._unset_keepalive_if_required()
+        self._header_timer = self.loop.call_later(self._header_timeout_s, self._on_header_timeout)
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
@@ -180,84 +226,35 @@ class Protocol(HttpToolsProtocol):
         self._refuse(BodyTimeout(f"the headers did not arrive within {self._header_timeout_s:g} s"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Ends the connection, with an answer unless one has begun."""
-        if self.transport.is_closing():
+        """Refuses what was read last, once the requests before it are answered."""
+        if self.transport.is_closing() or self._refusal is not None:
             return
+        self._refusal = error
         self._stop_header_timer()
-        cycle = self.cycle
-        is_answering = cycle is not None and not cycle.response_complete
-        if not (is_answering and cycle.response_started):
+        if self.pipeline and not self._in_headers:
+            self.pipeline.popleft()  # is the request that is refused
+        is_later = self._in_headers or self.cycle is not self._answered
+        if not (is_later and self._is_answering):
+            self._end_with(error)
+
+    def _end_with(self, error: ApiError) -> None:
+        """Ends the connection, with an answer unless one has begun."""
+        cycle = self._answered
+        if cycle is None or cycle.response_complete or not cycle.response_started:
             headers, body = error_answer(error)
             headers += FIXED_HEADERS + identity_headers(new_request_id(), {"total": 0})
             headers.append((b"connection", b"close"))
             lines = _header_lines(headers)
             self.transport.write(b"%b%b\r\n%b" % (STATUS_LINE[error.status], lines, body))
             self._count_refusal(error)
-        if is_answering:
-            cycle.disconnected = True  # the app has no one to answer any more
-            cycle.message_event.set()
+        self._stop_answering()
         self.transport.close()
 
-
-class _LingeringTransport(asyncio.Transport):
-    """A connection whose `close` lets a client that is still sending read the answer first."""
-
-    def __init__(self, transport: asyncio.Transport, protocol: Protocol) -> None:
-        super().__init__()
-        self._transport = transport
-        self._protocol = protocol
-        self._is_lingering = False
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        if not self._is_lingering:
-            self._transport.write(data)
-
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
-
-    def is_closing(self) -> bool:
-        return self._is_lingering or self._transport.is_closing()
-
-    def close(self) -> None:
-        if self.is_closing():
-            return
-        if self._protocol.is_in_request:
-            self._is_lingering = True
-            _Lingering(self._transport, self._protocol)
-        else:
-            self._transport.close()
-
-
-class _Lingering(asyncio.Protocol):
-    """Takes over a connection whose answer was the last, and drops what the client still sends.
-
-    To close a socket with unread data resets the connection, and the client may lose the answer. So the
-    end is announced first, and the socket closed when the client closes it or `LINGER_S` are over.
-    """
-
-    def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> None:
-        self._transport = transport
-        self._protocol = protocol
-        self._num_bytes = 0
-        self._timer = asyncio.get_running_loop().call_later(LINGER_S, transport.close)
-        transport.set_protocol(self)
-        transport.write_eof()
-        transport.resume_reading()
-
-    def data_received(self, data: bytes) -> None:
-        self._num_bytes += len(data)
-        if self._num_bytes > LINGER_BYTES:
-            self._transport.pause_reading()  # the client waits, or reads its answer
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._timer.cancel()
-        self._protocol.connection_lost(exc)
+    def _stop_answering(self) -> None:
+        """Tells the app that it has no one to answer any more."""
+        if self._answered is not None and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
 
 
 def _header_lines(headers: Headers) -> bytes:

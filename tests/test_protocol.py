@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
+import struct
 import subprocess
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -21,13 +23,15 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from service import protocol
+from service import transport
 from service.errors import ApiError
-from service.protocol import LINGER_BYTES, LINGER_S, MAX_HEADER_BYTES, Protocol
+from service.protocol import MAX_HEADER_BYTES, Protocol
+from service.transport import LINGER_BYTES, LINGER_S
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST /read HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+BIG = 24 * 2**20  # bytes, more than kernels buffer
 
 
 class App:
@@ -35,12 +39,14 @@ class App:
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
+        self.paths: list[str] = []
         self.headers: list[list[tuple[bytes, bytes]]] = []
         self.release = asyncio.Event()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         path = request.url.path
+        self.paths.append(path)
         if path == "/read":
             try:
                 body = await request.body()
@@ -52,6 +58,24 @@ class App:
         elif path == "/begin":
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"9")]})
             await self.release.wait()
+            await send({"type": "http.response.body", "body": b"it begins"})
+        elif path == "/watch":
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.left.set()
+            await Response()(scope, receive, send)
+        elif path == "/big":
+            await Response(bytes(BIG))(scope, receive, send)
+        elif path == "/pieces":
+            length = [(b"content-length", b"%d" % BIG)]
+            await send({"type": "http.response.start", "status": 200, "headers": length})
+            try:
+                for piece in range(BIG, 0, -(2**20)):
+                    more = piece > 2**20
+                    await send({"type": "http.response.body", "body": bytes(2**20), "more_body": more})
+            except ClientDisconnect:
+                self.left.set()
+                raise
         elif path == "/wait":
             await self.release.wait()
             await Response(b"waited")(scope, receive, send)
@@ -90,6 +114,9 @@ class Connection:
         status, headers = await self.head()
         return Answer(status, headers, await self._reader.readexactly(int(headers["content-length"])))
 
+    async def read(self, num_bytes: int) -> bytes:
+        return await asyncio.wait_for(self._reader.readexactly(num_bytes), 10)
+
     async def is_closed(self) -> bool:
         """Waits for the end; False if the server sends more instead."""
         return not await asyncio.wait_for(self._reader.read(1), 10)
@@ -112,6 +139,11 @@ class Connection:
     def close(self) -> None:
         self._writer.close()
 
+    def reset(self) -> None:
+        linger = struct.pack("ii", 1, 0)
+        self._writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        self._writer.transport.abort()
+
 
 @dataclass
 class Server:
@@ -130,6 +162,14 @@ class Server:
         self.clients.append(Connection(*await asyncio.open_connection("127.0.0.1", self.port)))
         return self.clients[-1]
 
+    async def connect_slow_reader(self) -> Connection:
+        """One that takes few bytes before they are read."""
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(("127.0.0.1", self.port))  # the listener's backlog is enough
+        self.clients.append(Connection(*await asyncio.open_connection(sock=client)))
+        return self.clients[-1]
+
     async def wait_until_unconnected(self) -> None:
         async with asyncio.timeout(10):
             while self.state.connections:  # noqa: ASYNC110 - uvicorn tells no one
@@ -137,7 +177,9 @@ class Server:
 
 
 @asynccontextmanager
-async def serving(header_timeout_s: float, keep_alive_s: int) -> AsyncIterator[Server]:
+async def serving(
+    header_timeout_s: float, keep_alive_s: int, unread_timeout_s: float
+) -> AsyncIterator[Server]:
     app, state, draining, refusals = App(), ServerState(), list[bool](), list[ApiError]()
     config = uvicorn.Config(app, ws="none", log_config=None, timeout_keep_alive=keep_alive_s)
     config.load()
@@ -146,6 +188,7 @@ async def serving(header_timeout_s: float, keep_alive_s: int) -> AsyncIterator[S
         header_timeout_s=header_timeout_s,
         is_draining=lambda: bool(draining),
         count_refusal=refusals.append,
+        unread_timeout_s=unread_timeout_s,
     )
     loop = asyncio.get_running_loop()
     listener = await loop.create_server(lambda: make(config, state, {}), "127.0.0.1", 0)
@@ -164,9 +207,10 @@ def run(
     *,
     header_timeout_s: float = 30.0,
     keep_alive_s: int = 30,
+    unread_timeout_s: float = 30.0,
 ) -> None:
     async def main() -> None:
-        async with serving(header_timeout_s, keep_alive_s) as server:
+        async with serving(header_timeout_s, keep_alive_s, unread_timeout_s) as server:
             await talk(server)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -303,7 +347,7 @@ def test_a_connection_without_a_request_is_closed_without_an_answer(sent: bytes)
 def test_an_answer_before_the_body_was_read_is_the_last_one(
     framing: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 60.0)  # the end is announced at once
+    monkeypatch.setattr(transport, "LINGER_S", 60.0)  # the end is announced at once
 
     async def talk(server: Server) -> None:
         connection = await server.connect()
@@ -326,7 +370,7 @@ def test_a_body_that_has_come_is_no_reason_to_close() -> None:
 
 
 def test_what_follows_an_early_answer_is_read_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "LINGER_S", 0.5)
+    monkeypatch.setattr(transport, "LINGER_S", 0.5)
 
     async def talk(server: Server) -> None:
         connection = await server.connect()
@@ -371,15 +415,138 @@ def test_a_malformed_body_ends_the_request_that_reads_it() -> None:
     run(talk)
 
 
-def test_a_refusal_does_not_get_into_an_answer_that_has_begun() -> None:
+BEGIN = GET.replace(b"/", b"/begin", 1) + b"\r\n"
+EMPTY = POST + b"content-length: 0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("behind", "num_served", "refusal"),
+    [
+        (b"no HTTP\r\n\r\n", 0, (400, "invalid_http")),
+        (GET, 0, (408, "body_timeout")),
+        (GET + b"a: b\r\n" * 100_000, 0, (431, "headers_too_large")),
+        (CHUNKED + b"no size\r\n", 0, (400, "invalid_http")),
+        (EMPTY * 2 + b"no HTTP\r\n\r\n", 2, (400, "invalid_http")),
+        (EMPTY * 2 + CHUNKED + b"no size\r\n", 2, (400, "invalid_http")),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_refusal_waits_for_the_answers_before_it(
+    behind: bytes, num_served: int, refusal: tuple[int, str], at_once: bool
+) -> None:
     async def talk(server: Server) -> None:
         connection = await server.connect()
-        await connection.send(GET.replace(b"/", b"/begin", 1) + b"\r\n")
+        await connection.send(BEGIN + behind if at_once else BEGIN)
         assert await connection.head() == (200, {"content-length": "9"})
-        await connection.send(b"no HTTP\r\n\r\n")
-        assert await connection.is_closed()
-        server.app.release.set()
+        if not at_once:
+            await connection.send(behind)
+        await asyncio.sleep(0.2)
+        await connection.send(b"a: b\r\n")
+        await asyncio.sleep(0.05)
         assert server.refusals == []
+        server.app.release.set()
+        assert await connection.read(9) == b"it begins"
+        for _ in range(num_served):
+            assert (await connection.answer()).body == b"0"
+        answer = await connection.answer()
+        assert (answer.status, answer.code) == refusal
+        assert len(server.refusals) == 1
+        assert await connection.is_closed()
+        assert server.app.paths == ["/begin"] + ["/read"] * num_served
+
+    run(talk, header_timeout_s=0.1)
+
+
+def test_a_malformed_body_ends_its_own_answer_that_has_begun() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(CHUNKED.replace(b"/read", b"/begin"))
+        assert (await connection.head())[0] == 200
+        await connection.send(b"no size\r\n")
+        assert await connection.is_closed()
+        assert server.refusals == []
+        server.app.release.set()
+
+    run(talk)
+
+
+def test_headers_have_their_time_once_the_answers_before_are_complete() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(BEGIN + GET)
+        await connection.head()
+        await asyncio.sleep(0.7)
+        server.app.release.set()
+        assert await connection.read(9) == b"it begins"
+        await connection.send(b"\r\n")
+        assert (await connection.answer()).status == 413
+
+    run(talk, header_timeout_s=0.5)
+
+
+def test_a_client_that_leaves_is_noticed_though_it_sent_more_requests(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send((GET.replace(b"/", b"/watch", 1) + b"\r\n") * 3)
+        await asyncio.sleep(0.1)
+        connection.reset()
+        await asyncio.wait_for(server.app.left.wait(), 5)
+        await asyncio.sleep(0.1)
+        assert server.app.paths == ["/watch"]
+        assert not server.state.tasks
+
+    run(talk)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("end", [b"", b"connection: close\r\n"])
+@pytest.mark.parametrize("path", [b"/big", b"/pieces"])
+def test_an_answer_that_is_not_read_is_cut(path: bytes, end: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect_slow_reader()
+        await connection.send(GET.replace(b"/", path, 1) + end + b"\r\n")
+        assert (await connection.head())[0] == 200
+        await server.wait_until_unconnected()
+        if path == b"/pieces":
+            await asyncio.wait_for(server.app.left.wait(), 5)
+        assert not server.state.tasks
+
+    run(talk, unread_timeout_s=0.3)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("path", [b"/big", b"/pieces"])
+def test_an_answer_that_is_read_slowly_arrives(path: bytes) -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect_slow_reader()
+        await connection.send(GET.replace(b"/", path, 1) + b"\r\n")
+        await connection.head()
+        for _ in range(10):
+            await connection.read(2**17)  # far less than the kernel asks for at a time
+            await asyncio.sleep(0.2)
+        await connection.read(BIG - 10 * 2**17)
+        assert await connection.is_open()
+
+    run(talk, unread_timeout_s=1.0)
+
+
+def test_an_early_answer_that_is_read_slowly_arrives_though_the_client_sends_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport, "LINGER_S", 0.1)
+
+    async def talk(server: Server) -> None:
+        connection = await server.connect_slow_reader()
+        await connection.send(b"POST /big HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n")
+        await connection.head()
+        await asyncio.sleep(0.3)
+        await connection.send(bytes(2**16))
+        for _ in range(8):
+            await connection.read(BIG // 8)
+            await asyncio.sleep(0.02)
+        assert await connection.is_closed()
 
     run(talk)
 

@@ -1,0 +1,152 @@
+"""How a connection ends: a client that still sends gets time to read the answer, one that reads nothing none.
+
+Knows sockets; knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import struct
+import termios
+from collections.abc import Callable
+from typing import Any
+
+# After an answer that came early: how long and how much more is read before the connection is closed.
+LINGER_S = 2.0
+LINGER_BYTES = 2**26
+# A client has taken something of an answer if it took this much, or all.
+MIN_TAKEN_BYTES = 2**16
+
+_LOOKS = 6  # at what is left, within the time that a client may take nothing
+
+
+class UnreadWatch:
+    """Cuts a connection that has bytes to write, and whose client takes nothing for `timeout_s`."""
+
+    def __init__(self, transport: asyncio.Transport, timeout_s: float) -> None:
+        self._transport = transport
+        self._timeout_s = timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._left = 0  # bytes, when the client last took something
+        self._taken_at = 0.0
+
+    def start(self) -> None:
+        """Watches until all is written. If it did already, the time begins anew."""
+        self.stop()
+        if self._transport.get_write_buffer_size():
+            self._note(self._num_left())
+            self._look_later()
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _note(self, num_left: int) -> None:
+        self._left = num_left
+        self._taken_at = self._loop.time()
+
+    def _look_later(self) -> None:
+        self._timer = self._loop.call_later(self._timeout_s / _LOOKS, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if not self._transport.get_write_buffer_size():
+            return
+        num_left = self._num_left()
+        if num_left <= self._left - MIN_TAKEN_BYTES:
+            self._note(num_left)
+        elif self._loop.time() >= self._taken_at + self._timeout_s:
+            self._transport.abort()
+            return
+        self._look_later()
+
+    def _num_left(self) -> int:
+        """Bytes that the client has not taken.
+
+        With those in the kernel: it has room for megabytes, and asks for more only when a third is free.
+        """
+        file = self._transport.get_extra_info("socket").fileno()
+        (num_in_kernel,) = struct.unpack("i", fcntl.ioctl(file, termios.TIOCOUTQ, bytes(4)))
+        return self._transport.get_write_buffer_size() + int(num_in_kernel)
+
+
+class LingeringTransport(asyncio.Transport):
+    """A connection whose `close` lets a client that is still sending read the answer first."""
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        protocol: asyncio.Protocol,
+        unread: UnreadWatch,
+        is_sending: Callable[[], bool],
+    ) -> None:
+        super().__init__()
+        self._transport = transport
+        self._protocol = protocol
+        self._unread = unread
+        self._is_sending = is_sending  # whether the client is
+        self._is_lingering = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self._is_lingering:
+            self._transport.write(data)
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def is_closing(self) -> bool:
+        return self._is_lingering or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        self._unread.start()  # the end waits for what is not written yet, however little
+        if self._is_sending():
+            self._is_lingering = True
+            _Lingering(self._transport, self._protocol)
+        else:
+            self._transport.close()
+
+
+class _Lingering(asyncio.Protocol):
+    """Takes over a connection whose answer was the last, and drops what the client still sends.
+
+    To close a socket with unread data resets the connection, and the client may lose the answer. So the end
+    is announced first, and the socket closed when the client closes it, or `LINGER_S` after the last byte.
+    """
+
+    def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> None:
+        self._transport = transport
+        self._protocol = protocol
+        self._num_bytes = 0
+        self._close_later()
+        transport.set_protocol(self)
+        transport.write_eof()
+        transport.resume_reading()
+
+    def _close_later(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(LINGER_S, self._close)
+
+    def _close(self) -> None:
+        if self._transport.get_write_buffer_size():
+            self._close_later()
+        else:
+            self._transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        self._num_bytes += len(data)
+        if self._num_bytes > LINGER_BYTES:
+            self._transport.pause_reading()  # the client waits, or reads its answer
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        self._protocol.connection_lost(exc)
