@@ -84,11 +84,11 @@ class Fetcher:
 
         All URLs are checked before the first is fetched. As soon as one fails the others are dropped.
         """
-        targets = {
-            index: self._check(image.url, index)
-            for index, image in enumerate(images)
-            if isinstance(image, ImageUrl)
-        }
+        targets: dict[int, httpx.URL] = {}
+        for index, image in enumerate(images):
+            if isinstance(image, ImageUrl):
+                targets[index] = self._check(image.url, index)
+                await asyncio.sleep(0)  # the longest URL takes some milliseconds
         fetched = await self._fetch_all(targets) if targets else {}
         return [image if isinstance(image, bytes) else fetched[index] for index, image in enumerate(images)]
 

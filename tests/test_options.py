@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from models import OutputSpec
-from service.errors import ApiError, BadRequest, NotAcceptable
+from service.errors import ApiError, BadRequest, HeadersTooLarge, NotAcceptable
 from service.options import (
+    MAX_ACCEPT_CHARS,
     MAX_JSON_FLOATS,
     EmbedOptions,
     Format,
@@ -331,3 +332,17 @@ def test_json_floats_have_a_limit(sent: dict[str, str | bool], counts: tuple[int
     with pytest.raises(ApiError, match="encoding_format=base64 or.*format=safetensors") as caught:
         check()
     assert (caught.value.status, caught.value.code) == (400, "response_too_large")
+
+
+def test_an_accept_header_is_read_up_to_a_length() -> None:
+    longest = "text/html" + "," * (MAX_ACCEPT_CHARS - len("text/html"))
+    assert negotiate(longest, {"a/one": "first"}) is None
+    with pytest.raises(HeadersTooLarge):
+        negotiate(longest + ",", {"a/one": "first"})
+
+
+def test_a_query_of_more_parameters_than_there_are_is_refused_before_it_is_parsed() -> None:
+    assert read_query(b"&" * 63 + b"pooling=none") == {"pooling": "none"}
+    with pytest.raises(BadRequest) as caught:
+        read_query(b"&" * 64 + b"pooling=none")
+    assert (caught.value.code, caught.value.param) == ("invalid_option", None)
