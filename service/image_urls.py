@@ -14,17 +14,17 @@ from service.addresses import canonical_host
 from service.errors import BadRequest, UpstreamFailed
 
 PORTS = {"http": 80, "https": 443}
-# The library takes about a microsecond for each character that is to be escaped.
-MAX_URL_CHARS = 8192
+# In UTF-8. The library takes up to a microsecond for each.
+MAX_URL_BYTES = 8192
 
 _AUTHORITY = re.compile(r"(?:[^:/?#]*:)?//([^/?#]*)")
 _HOST_AND_PORT = re.compile(r"(?:\[[^\]]*\]|[^:\[\]]*)(?::[0-9]*)?")
 
 
 def parse_url(text: str) -> httpx.URL:
-    """Raises `BadRequest` for what is no URL, or over `MAX_URL_CHARS`."""
-    if len(text) > MAX_URL_CHARS:
-        raise _not_allowed(f"the image URL has more than the {MAX_URL_CHARS} characters allowed")
+    """Raises `BadRequest` for what is no URL, or over `MAX_URL_BYTES`."""
+    if _is_too_long(text):
+        raise _not_allowed(f"the image URL has more than the {MAX_URL_BYTES} bytes allowed")
     try:
         _check_port(text)
         return httpx.URL(text)
@@ -33,14 +33,18 @@ def parse_url(text: str) -> httpx.URL:
 
 
 def join_url(url: httpx.URL, location: str) -> httpx.URL:
-    """Where a redirect leads. Raises `UpstreamFailed` if that is no URL, or over `MAX_URL_CHARS`."""
-    if len(location) > MAX_URL_CHARS:
-        raise UpstreamFailed(f"the image URL is redirected to one of more than {MAX_URL_CHARS} characters")
+    """Where a redirect leads. Raises `UpstreamFailed` if that is no URL, or over `MAX_URL_BYTES`."""
+    if _is_too_long(location):
+        raise UpstreamFailed(f"the image URL is redirected to one of more than {MAX_URL_BYTES} bytes")
     try:
         _check_port(location)
         return url.join(location)
     except (httpx.InvalidURL, ValueError):
         raise UpstreamFailed("the image URL is redirected to what is no URL") from None
+
+
+def _is_too_long(text: str) -> bool:
+    return len(text) > MAX_URL_BYTES or len(text.encode(errors="replace")) > MAX_URL_BYTES
 
 
 def _check_port(text: str) -> None:
