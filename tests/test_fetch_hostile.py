@@ -312,3 +312,21 @@ def test_a_url_that_is_too_long_once_it_is_escaped_is_refused() -> None:
     with pytest.raises(BadRequest) as caught:
         check_url(url, ["2a00::1"])
     assert caught.value.code == "url_not_allowed"
+
+
+def test_others_have_the_event_loop_between_the_checks_of_two_urls() -> None:
+    async def main() -> int:
+        fetcher = make_fetcher(Settings(allowed_media_domains=(HOST,)), resolve=everything_is_local())
+        task = asyncio.create_task(
+            fetcher.fetch([ImageUrl(f"http://{HOST}/")] * 20 + [ImageUrl("http://x/")])
+        )
+        num_turns = 0
+        while not task.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        with pytest.raises(BadRequest):
+            task.result()
+        await fetcher.aclose()
+        return num_turns
+
+    assert asyncio.run(main()) > 20
