@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from python_multipart.multipart import parse_options_header
-
+from service.content_type import ContentType, is_image_type
 from service.embed_body import (
     BodyForm,
     BodyLimits,
@@ -32,7 +31,7 @@ _SLICE_BYTES = 2**16
 
 
 async def read_embed_body(
-    content_type: str | None,
+    content_type: ContentType | None,
     content_length: str | None,
     chunks: AsyncIterator[bytes],
     limits: BodyLimits,
@@ -48,7 +47,7 @@ async def read_embed_body(
 
 
 async def read_openai_body(
-    content_type: str | None,
+    content_type: ContentType | None,
     content_length: str | None,
     chunks: AsyncIterator[bytes],
     limits: BodyLimits,
@@ -56,7 +55,7 @@ async def read_openai_body(
     served: ServedModel,
 ) -> EmbedBody:
     """Reads a body of `/v1/embeddings`, which is JSON. As `read_embed_body` otherwise."""
-    if _parse(content_type or "")[0] != b"application/json":
+    if content_type is None or content_type.media_type != b"application/json":
         raise UnsupportedMedia(
             "the body must be JSON, with the Content-Type application/json", code="unsupported_content_type"
         )
@@ -96,27 +95,23 @@ async def _feed(form: BodyForm, chunk: bytes) -> None:
         form.feed(chunk[start : start + _SLICE_BYTES])
 
 
-def takes_options(content_type: str | None) -> bool:
+def takes_options(content_type: ContentType | None) -> bool:
     """Whether a body of this content type may hold options beside images."""
-    return _parse(content_type or "")[0] in (b"multipart/form-data", b"application/json")
+    return content_type is not None and content_type.media_type in (
+        b"multipart/form-data",
+        b"application/json",
+    )
 
 
-def _parse(content_type: str) -> tuple[bytes, dict[bytes, bytes]]:
-    """The media type and the parameters."""
-    # A header is latin-1 on the wire; the library would fail over anything else.
-    media_type, parameters = parse_options_header(content_type.encode("latin-1", "replace").decode("latin-1"))
-    return media_type, parameters
-
-
-def _form(content_type: str | None, limits: BodyLimits) -> BodyForm:
+def _form(content_type: ContentType | None, limits: BodyLimits) -> BodyForm:
     """The reader for a content type. Raises `UnsupportedMedia`; `BadRequest` where a boundary is missing."""
-    if not content_type:
+    if content_type is None:
         raise _unsupported("the Content-Type header is missing")
-    media_type, parameters = _parse(content_type)
-    if media_type.startswith(b"image/") or media_type == b"application/octet-stream":
+    media_type = content_type.media_type
+    if is_image_type(media_type):
         return RawForm(limits)
     if media_type == b"multipart/form-data":
-        return MultipartForm(parameters.get(b"boundary", b""), limits)
+        return MultipartForm(content_type.parameters.get(b"boundary", b""), limits)
     if media_type == b"application/json":
         return JsonForm(limits)
     shown = media_type[:100].decode("ascii", "backslashreplace")

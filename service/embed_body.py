@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, TypeVarTuple
 
+from service.content_type import ContentType
 from service.errors import BadRequest, TooLarge, image_param
 
 T = TypeVar("T")
@@ -50,7 +51,7 @@ class ReadBody(Protocol):
 
     def __call__(
         self,
-        content_type: str | None,
+        content_type: ContentType | None,
         content_length: str | None,
         chunks: AsyncIterator[bytes],
         limits: BodyLimits,

@@ -89,11 +89,11 @@ class Fetcher:
         `hold` is told of bytes as they arrive, and may raise where the server has no room for them. All URLs
         are checked before the first is fetched. As soon as one fails the others are dropped.
         """
-        targets = {
-            index: self._check(image.url, index)
-            for index, image in enumerate(images)
-            if isinstance(image, ImageUrl)
-        }
+        targets: dict[int, httpx.URL] = {}
+        for index, image in enumerate(images):
+            if isinstance(image, ImageUrl):
+                targets[index] = self._check(image.url, index)
+                await asyncio.sleep(0)  # the longest URL takes some milliseconds
         fetched = await self._fetch_all(targets, _Allowance(self._limits, hold)) if targets else {}
         return [image if isinstance(image, bytes) else fetched[index] for index, image in enumerate(images)]
 

@@ -5,6 +5,7 @@ Knows schemes, ports and hosts; the addresses of a host are checked where it is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 
 import httpx
@@ -13,22 +14,44 @@ from service.addresses import canonical_host
 from service.errors import BadRequest, UpstreamFailed
 
 PORTS = {"http": 80, "https": 443}
+# In UTF-8. The library takes up to a microsecond for each.
+MAX_URL_BYTES = 8192
+
+_AUTHORITY = re.compile(r"(?:[^:/?#]*:)?//([^/?#]*)")
+_HOST_AND_PORT = re.compile(r"(?:\[[^\]]*\]|[^:\[\]]*)(?::[0-9]*)?")
 
 
 def parse_url(text: str) -> httpx.URL:
-    """Raises `BadRequest` for what is no URL."""
+    """Raises `BadRequest` for what is no URL, or over `MAX_URL_BYTES`."""
+    if _is_too_long(text):
+        raise _not_allowed(f"the image URL has more than the {MAX_URL_BYTES} bytes allowed")
     try:
+        _check_port(text)
         return httpx.URL(text)
     except (httpx.InvalidURL, ValueError):  # a lone surrogate cannot be encoded
-        raise _not_allowed("the image URL is malformed") from None
+        raise _malformed() from None
 
 
 def join_url(url: httpx.URL, location: str) -> httpx.URL:
-    """Where a redirect leads. Raises `UpstreamFailed` if that is no URL."""
+    """Where a redirect leads. Raises `UpstreamFailed` if that is no URL, or over `MAX_URL_BYTES`."""
+    if _is_too_long(location):
+        raise UpstreamFailed(f"the image URL is redirected to one of more than {MAX_URL_BYTES} bytes")
     try:
+        _check_port(location)
         return url.join(location)
     except (httpx.InvalidURL, ValueError):
         raise UpstreamFailed("the image URL is redirected to what is no URL") from None
+
+
+def _is_too_long(text: str) -> bool:
+    return len(text) > MAX_URL_BYTES or len(text.encode(errors="replace")) > MAX_URL_BYTES
+
+
+def _check_port(text: str) -> None:
+    """Raises `ValueError` unless a port is of ASCII digits, behind a colon: the library reads others too."""
+    authority = _AUTHORITY.match(text)
+    if authority and not _HOST_AND_PORT.fullmatch(authority[1].rpartition("@")[2]):
+        raise ValueError("no port")
 
 
 def check_url(url: httpx.URL, domains: Collection[str]) -> httpx.URL:
@@ -52,7 +75,12 @@ def check_url(url: httpx.URL, domains: Collection[str]) -> httpx.URL:
         raise url_refused() from None
     if host not in domains:
         raise url_refused()
-    return url.copy_with(host=host, port=None)
+    if host == url.raw_host.decode() and url.port is None:
+        return url  # a copy would be parsed again
+    try:
+        return url.copy_with(host=host, port=None)
+    except httpx.InvalidURL:  # too long, now that it is escaped
+        raise _malformed() from None
 
 
 def url_refused() -> BadRequest:
@@ -61,6 +89,10 @@ def url_refused() -> BadRequest:
     Else the error would tell what a name inside the network stands for.
     """
     return _not_allowed("this server does not fetch images from that host")
+
+
+def _malformed() -> BadRequest:
+    return _not_allowed("the image URL is malformed")
 
 
 def _not_allowed(message: str) -> BadRequest:

@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 
 from models import OutputSpec
 from service.dtypes import TORCH_DTYPES, DtypeName
-from service.errors import BadRequest, NotAcceptable, printable
+from service.errors import BadRequest, HeadersTooLarge, NotAcceptable, printable
 
 Pooling = Literal["mean", "none"]
 EncodingFormat = Literal["float", "base64"]
@@ -36,6 +36,10 @@ MEDIA_TYPES: Mapping[str, Format] = {
 
 # JSON of more numbers than this is slower to write and to read than any encoder, and some 50 MB large.
 MAX_JSON_FLOATS = 4_194_304
+
+# What a caller writes has some 200 characters; parsing takes up to a microsecond for each.
+MAX_ACCEPT_CHARS = 4096
+MAX_QUERY_BYTES = 4096
 
 T = TypeVar("T")
 
@@ -90,6 +94,8 @@ class EmbedOptions:
 def read_query(query_string: bytes) -> dict[str, str]:
     """Options out of a URL's query, names checked and values not. A typo must not pass silently."""
     options: dict[str, str] = {}
+    if len(query_string) > MAX_QUERY_BYTES:
+        raise BadRequest(f"the query has more than {MAX_QUERY_BYTES} characters", code="invalid_option")
     for name, value in parse_qsl(query_string.decode("latin-1"), keep_blank_values=True):
         if name not in OPTION_NAMES:
             raise BadRequest(
@@ -218,7 +224,7 @@ def _quoted(text: str) -> str:
 
 
 def acceptable(accept: str | None, served: Mapping[str, T]) -> T:
-    """As `negotiate`. Raises `NotAcceptable` (406) where the header allows none of `served`."""
+    """As `negotiate`. Raises `NotAcceptable` (406) too, where the header allows none of `served`."""
     form = negotiate(accept, served)
     if form is None:
         raise NotAcceptable(f"this route answers {', '.join(served)}; the Accept header allows none of it")
@@ -228,10 +234,13 @@ def acceptable(accept: str | None, served: Mapping[str, T]) -> T:
 def negotiate(accept: str | None, served: Mapping[str, T]) -> T | None:
     """The format that an `Accept` header prefers among `served` (media type → format), or None.
 
-    Without a header, or between equals, the first one served. Source: RFC 9110, section 12.5.1.
+    Without a header, or between equals, the first one served. Raises `HeadersTooLarge` (431) over
+    `MAX_ACCEPT_CHARS`. Source: RFC 9110, section 12.5.1.
     """
     if not accept or accept == "*/*":
         return next(iter(served.values()))
+    if len(accept) > MAX_ACCEPT_CHARS:
+        raise HeadersTooLarge(f"the Accept header has more than the {MAX_ACCEPT_CHARS} characters allowed")
     ranges = _accept_ranges(accept)
     best: T | None = None
     best_quality = 0.0

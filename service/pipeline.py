@@ -24,6 +24,7 @@ from service.admission import ByteBudget, Permit
 from service.batcher import Batcher
 from service.body import read_embed_body, read_openai_body, takes_options
 from service.caller import watch
+from service.content_type import ContentType, parse_content_type
 from service.context import RequestContext, context_of
 from service.embed_body import BodyLimits, EmbedBody, ImageUrl, ReadBody
 from service.encoding import Answer, ImageFacts, ModelIdentity, encode
@@ -116,17 +117,20 @@ class Pipeline:
 
     async def _embed(self, request: Request, context: RequestContext, permit: Permit) -> Answer:
         query = read_query(request.scope["query_string"])
-        if takes_options(request.headers.get("content-type")):
+        content_type = parse_content_type(request.headers.get("content-type"))
+        if takes_options(content_type):
             check_options(query)
         else:
             resolve_options(query, _accept(request))  # refuses what would be refused after the body
-        body = await self._read(request, context, permit, read_embed_body)
+        body = await self._read(request, content_type, context, permit, read_embed_body)
         options = resolve_options({**body.options, **query}, _accept(request))
         return await self._answer(request, body, options, context, permit)
 
     async def _embed_openai(self, request: Request, context: RequestContext, permit: Permit) -> Answer:
         served = ServedModel(self._model_name, self._source.encoder.hidden_size)
-        body = await self._read(request, context, permit, partial(read_openai_body, served=served))
+        content_type = parse_content_type(request.headers.get("content-type"))
+        read = partial(read_openai_body, served=served)
+        body = await self._read(request, content_type, context, permit, read)
         options = openai_options(body.options, _accept(request))
         return await self._answer(request, body, options, context, permit)
 
@@ -142,7 +146,12 @@ class Pipeline:
         return await self._serialize(facts, options, embeddings, context)
 
     async def _read(
-        self, request: Request, context: RequestContext, permit: Permit, read: ReadBody
+        self,
+        request: Request,
+        content_type: ContentType | None,
+        context: RequestContext,
+        permit: Permit,
+        read: ReadBody,
     ) -> EmbedBody:
         started = time.perf_counter()
         headers = request.headers
@@ -152,7 +161,7 @@ class Pipeline:
                 code="unsupported_content_type",
             )
         body = await read(
-            headers.get("content-type"),
+            content_type,
             headers.get("content-length"),
             _covered(request.stream(), permit),
             self._body_limits,

@@ -130,12 +130,18 @@ class Preparation:
                 self._first_broken, self._error = index, error
             self._missing -= 1
             is_last = not self._missing
-        if not is_last:
-            return
+        if is_last:
+            self._finish()
+
+    def _finish(self) -> None:
+        batcher = self._shared.batcher
         if self._error is not None:
-            self._shared.batcher.fail(self._ticket, self._error)
-        else:
-            self._shared.batcher.put(self._ticket, [item for item in self._items if item is not None])
+            batcher.fail(self._ticket, self._error)
+            return
+        try:
+            batcher.put(self._ticket, [item for item in self._items if item is not None])
+        except Exception as error:  # the executor would keep it, and the request wait for its deadline
+            batcher.fail(self._ticket, error)
 
     def _prepare(self, index: int, header: ImageHeader) -> None:
         image = self._images[index]

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TypeVar, TypeVarTuple
 
 from service.body import read_embed_body
+from service.content_type import parse_content_type
 from service.embed_body import BodyLimits, EmbedBody
 
 T = TypeVar("T")
@@ -34,7 +35,8 @@ def read(
     limits: BodyLimits = LIMITS,
 ) -> EmbedBody:
     """Reads a body that arrives in these chunks."""
-    return asyncio.run(read_embed_body(content_type, content_length, stream(chunks), limits, run_inline))
+    parsed = parse_content_type(content_type)
+    return asyncio.run(read_embed_body(parsed, content_length, stream(chunks), limits, run_inline))
 
 
 def part(headers: bytes, data: bytes) -> bytes:

@@ -17,6 +17,23 @@ _NOMINAL_S = 0.06  # what `slowness` measures, on the machine that limits of tim
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux only
 
 
+def growth(work: Callable[[int], object], size: int) -> float:
+    """How many times as much CPU time a piece of work takes for four times the size: 4 if it is linear.
+
+    The least of several runs of each, so that a busy machine does not count.
+    """
+    return _least_cpu_s(functools.partial(work, 4 * size)) / _least_cpu_s(functools.partial(work, size))
+
+
+def _least_cpu_s(action: Callable[[], object]) -> float:
+    durations = []
+    for _ in range(7):
+        started = time.thread_time()
+        action()
+        durations.append(time.thread_time() - started)
+    return min(durations)
+
+
 class Measured(NamedTuple, Generic[T]):
     """A result and its cost."""
 

@@ -123,6 +123,8 @@ def test_all_options_reach_the_encoder(service: Service) -> None:
         ("?deepstack=1", {}, (400, "option_conflict", "deepstack"), "pooling=none only"),
         ("?format=npz", {}, (400, "invalid_option", "format"), 'or npy or vllm, not "npz"'),
         ("", {"accept": "text/html"}, (406, "not_acceptable", None), "answers application/json"),
+        ("", {"accept": "," * 5000}, (431, "headers_too_large", None), "the Accept header has more than"),
+        ("", {"content_type": "image/png" + ";" * 1100}, (431, "headers_too_large", None), "Content-Type"),
         (
             "",
             {"content_type": "text/plain"},
@@ -783,6 +785,8 @@ def test_openai_route_has_its_own_shape_and_counts(service: Service) -> None:
         ({"input": PIXEL, "dimensions": 3}, {}, (400, "invalid_option", "dimensions")),
         ({"input": PIXEL, "encoding_format": "hex"}, {}, (400, "invalid_option", "encoding_format")),
         ({"input": PIXEL}, {"accept": "application/x-npy"}, (406, "not_acceptable", None)),
+        ({"input": PIXEL}, {"accept": "," * 5000}, (431, "headers_too_large", None)),
+        ({"input": PIXEL}, {"content-type": "a" * 1100}, (431, "headers_too_large", None)),
         ({"input": PIXEL}, {"content-type": "text/plain"}, (415, "unsupported_content_type", None)),
     ],
 )

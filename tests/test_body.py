@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from service.body import read_embed_body
+from service.content_type import parse_content_type
 from service.errors import ApiError, BadRequest, BodyTimeout, TooLarge, UnsupportedMedia
 from tests.bodies import LIMITS, MULTIPART, T, Ts, image_part, multipart, read, run_inline, stream
 
@@ -76,7 +77,11 @@ def test_headers_alone_refuse_a_body_before_it_is_read(
     content_type: str, content_length: str, code: str
 ) -> None:
     with pytest.raises(ApiError) as caught:
-        asyncio.run(read_embed_body(content_type, content_length, _unreadable(), LIMITS, run_inline))
+        asyncio.run(
+            read_embed_body(
+                parse_content_type(content_type), content_length, _unreadable(), LIMITS, run_inline
+            )
+        )
     assert caught.value.code == code
 
 
@@ -105,7 +110,9 @@ def test_endless_bodies_are_refused_at_the_chunk_that_passes_a_limit(
     counts = [0]
     with pytest.raises(TooLarge) as caught:
         asyncio.run(
-            read_embed_body(content_type, content_length, _counted(chunk, counts), LIMITS, run_inline)
+            read_embed_body(
+                parse_content_type(content_type), content_length, _counted(chunk, counts), LIMITS, run_inline
+            )
         )
     assert caught.value.code == code
     assert counts == [num_chunks]
@@ -129,7 +136,7 @@ def test_body_that_stalls_times_out() -> None:
 
     limits = replace(LIMITS, timeout_s=0.02)
     with pytest.raises(BodyTimeout) as caught:
-        asyncio.run(read_embed_body("image/png", None, stalled(), limits, run_inline))
+        asyncio.run(read_embed_body(parse_content_type("image/png"), None, stalled(), limits, run_inline))
     assert caught.value.status == 408
     assert "0.02 s" in caught.value.message
 
@@ -142,7 +149,7 @@ def test_what_the_stream_raises_passes_through(content_type: str, error: BaseExc
         raise error
 
     with pytest.raises(type(error)) as caught:
-        asyncio.run(read_embed_body(content_type, None, failing(), LIMITS, run_inline))
+        asyncio.run(read_embed_body(parse_content_type(content_type), None, failing(), LIMITS, run_inline))
     assert not isinstance(caught.value, ApiError)
 
 
@@ -169,7 +176,9 @@ def test_only_large_bodies_leave_the_event_loop(content_type: str, body: bytes, 
                 return await asyncio.get_running_loop().run_in_executor(pool, fn, *args)
 
             chunks = stream([body[:1000], body[1000:]])
-            return (await read_embed_body(content_type, None, chunks, limits, run_blocking)).images
+            return (
+                await read_embed_body(parse_content_type(content_type), None, chunks, limits, run_blocking)
+            ).images
 
     assert asyncio.run(main()) == read(content_type, body, limits=limits).images
     assert len(calls) == num_hops
@@ -224,7 +233,7 @@ def test_a_large_chunk_of_a_body_lets_others_have_the_event_loop() -> None:
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(other())
-        await read_embed_body(MULTIPART, None, stream([body]), LIMITS, run_inline)
+        await read_embed_body(parse_content_type(MULTIPART), None, stream([body]), LIMITS, run_inline)
         task.cancel()
 
     asyncio.run(main())

@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import httpx
 import pytest
 from prometheus_client import CollectorRegistry
 
 from service.app import create_app
 from service.embed_body import ImageUrl
 from service.engine import State
-from service.errors import ApiError
+from service.errors import ApiError, BadRequest, UpstreamFailed
 from service.fetch import make_fetcher
-from service.image_urls import check_url, parse_url
+from service.image_urls import MAX_URL_BYTES, check_url, join_url, parse_url
 from service.settings import Settings
 from tests.conftest import FakeEncoder, Service, fake_replicas
 from tests.test_addresses import REFUSED
@@ -97,6 +98,10 @@ HOSTILE = [
     f"http://{HOST}:65536/",
     f"http://{HOST}:-80/",
     f"http://{HOST}:80:80/",
+    f"http://{HOST}:\u0668\u0660/",  # Arabic digits
+    f"http://{HOST}:\uff18\uff10/",  # wide ones
+    f"http://{HOST}:8_0/",
+    f"http://{HOST}:+80/",
     f"http://{HOST}:443/",
     f"https://{HOST}:80/",
     f"http://{HOST} /",
@@ -116,6 +121,9 @@ HOSTILE = [
     "http://images%2etest/",
     "http://[images.test]/",
     f"http://{'a' * 70_000}/",
+    f"http://{HOST}/{'a' * MAX_URL_BYTES}",
+    f"http://{HOST}/" + "\u00e0" * 10_930,
+    f"http://{HOST.upper()}/" + "\U0001f600" * MAX_URL_BYTES,
     "ftp://images.test/",
     "file:///etc/hostname",
     "gopher://127.0.0.1:6379/_INFO",
@@ -274,3 +282,51 @@ def test_the_app_reaches_nothing_for_a_hostile_url(domains: tuple[str, ...]) -> 
 def test_a_fetched_url_has_one_spelling() -> None:
     assert str(check_url(parse_url("HTTP://IMAGES.test:80/A?b"), [HOST])) == f"http://{HOST}/A?b"
     assert str(check_url(parse_url("https://[2A00:0::1]:443/"), ["2a00::1"])) == "https://[2a00::1]/"
+
+
+@pytest.mark.parametrize("port", ["", ":", ":80", ":0080"])
+def test_a_port_may_be_written_in_ascii_digits_only(port: str) -> None:
+    assert str(check_url(parse_url(f"http://{HOST}{port}/"), [HOST])) == f"http://{HOST}/"
+    with pytest.raises(BadRequest):
+        parse_url(f"http://[2a00::1]{port}\u0668/")
+
+
+def test_the_longest_url_may_be_fetched() -> None:
+    url = f"http://{HOST}/\u00e0".ljust(MAX_URL_BYTES - 1, "a")
+    assert check_url(parse_url(url), [HOST]).raw_path.startswith(b"/%C3%A0aa")
+    with pytest.raises(BadRequest):
+        parse_url(url + "a")
+
+
+def test_a_redirect_to_a_url_over_the_limit_fails() -> None:
+    url = parse_url(f"http://{HOST}/")
+    assert len(str(join_url(url, "/".ljust(MAX_URL_BYTES, "a")))) > MAX_URL_BYTES
+    with pytest.raises(UpstreamFailed):
+        join_url(url, "/".ljust(MAX_URL_BYTES + 1, "a"))
+    with pytest.raises(UpstreamFailed):
+        join_url(url, f"//{HOST}:\u0668\u0660/")
+
+
+def test_a_url_that_is_too_long_once_it_is_escaped_is_refused() -> None:
+    url = httpx.URL("http://[2A00:0::1]/" + "\u00e0" * 10_930)
+    with pytest.raises(BadRequest) as caught:
+        check_url(url, ["2a00::1"])
+    assert caught.value.code == "url_not_allowed"
+
+
+def test_others_have_the_event_loop_between_the_checks_of_two_urls() -> None:
+    async def main() -> int:
+        fetcher = make_fetcher(Settings(allowed_media_domains=(HOST,)), resolve=everything_is_local())
+        task = asyncio.create_task(
+            fetcher.fetch([ImageUrl(f"http://{HOST}/")] * 20 + [ImageUrl("http://x/")])
+        )
+        num_turns = 0
+        while not task.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        with pytest.raises(BadRequest):
+            task.result()
+        await fetcher.aclose()
+        return num_turns
+
+    assert asyncio.run(main()) > 20

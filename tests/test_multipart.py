@@ -2,7 +2,9 @@ import pytest
 
 from service.embed_body import EmbedBody
 from service.errors import ApiError, BadRequest, TooLarge
-from tests.bodies import BOUNDARY, MULTIPART, image_part, multipart, option_part, part, read
+from service.multipart import MultipartForm
+from tests.bodies import BOUNDARY, LIMITS, MULTIPART, image_part, multipart, option_part, part, read
+from tests.measuring import growth
 
 BODY = multipart(
     option_part("pooling", b"none"),
@@ -38,6 +40,8 @@ def test_single_bytes_change_nothing() -> None:
     "headers",
     [
         b'Content-Disposition: form-data; name="x"; filename="photo; a.jpg"',
+        b'Content-Disposition: form-data; name="x"; filename="' + b"&#26412;" * 60 + b'.jpg"',
+        b'Content-Disposition: form-data; name="a\\"; "; filename*=x; y="open',
         b'Content-Disposition: form-data; name="pooling"; filename=""',
         b"CONTENT-DISPOSITION: form-data; name=pooling; FileName=a.jpg\r\nContent-Type: text/plain",
         b"Content-Disposition: form-data; name=\"x\"; filename*=UTF-8''na%C3%AFve.jpg",
@@ -58,6 +62,8 @@ def test_part_with_a_file_name_or_an_image_type_is_an_image(headers: bytes) -> N
         (b'Content-Disposition: form-data; name="Pooling"', "Pooling"),
         (b'Content-Disposition: form-data; name="a\xff"\r\nContent-Type: application/json', "a\\ufffd"),
         (b'Content-Disposition: form-data; name="; filename*=x"', "; filename*=x"),
+        (b'Content-Disposition: form-data; name="\\"; filename*=x"', '"; filename*=x'),
+        (b'Content-Disposition: form-data; name=a; x="; filename*=x', "a"),
         (b'Content-Disposition: form-data; name="' + b"n" * 500 + b'"', "n" * 64),
         (b"Content-Disposition: form-data", None),
         (b"X: y", None),
@@ -177,3 +183,23 @@ def test_images_out_of_their_limits_are_refused(
 
 def test_limits_are_inclusive() -> None:
     assert len(read(MULTIPART, multipart(*[image_part(b"x" * 1000)] * 3)).images) == 3
+
+
+@pytest.mark.parametrize("name", [b"Content-Type", b"Content-Disposition"])
+def test_parts_with_more_parameters_than_any_needs_are_refused(name: bytes) -> None:
+    with pytest.raises(BadRequest) as caught:
+        read(MULTIPART, multipart(part(b"Content-Type: image/png\r\n" + name + b": x" + b";" * 65, b"x")))
+    assert caught.value.code == "invalid_body"
+    assert f"the {name.decode().lower()} of a part" in caught.value.message
+
+
+@pytest.mark.parametrize("junk", [b'\\"', b'"\\', b'"', b"\\", b"a", b" ", b"filename*", b"1"], ids=repr)
+@pytest.mark.parametrize("start", [b'; x="', b"; filename*", b"; x="])
+def test_time_for_the_headers_of_a_part_grows_with_their_size_only(start: bytes, junk: bytes) -> None:
+    def feed(num_bytes: int) -> None:
+        form = MultipartForm(BOUNDARY, LIMITS)
+        head = b"Content-Disposition: form-data; filename*=x" + start
+        body = image_part(b"x") + part(head + junk * ((num_bytes - len(head)) // len(junk)), b"x")
+        form.feed(body)
+
+    assert growth(feed, 1000) < 8

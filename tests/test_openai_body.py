@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from service.body import read_openai_body
+from service.content_type import parse_content_type
 from service.embed_body import EmbedBody, ImageUrl
 from service.errors import ApiError, UnsupportedMedia
 from service.openai_body import ServedModel
@@ -22,7 +23,9 @@ IMAGE = base64.b64decode(PIXEL)
 def read(document: Any, content_type: str | None = "application/json") -> EmbedBody:
     body = document if isinstance(document, bytes) else json.dumps(document).encode()
     return asyncio.run(
-        read_openai_body(content_type, None, stream([body]), LIMITS, run_inline, served=SERVED)
+        read_openai_body(
+            parse_content_type(content_type), None, stream([body]), LIMITS, run_inline, served=SERVED
+        )
     )
 
 
@@ -160,6 +163,8 @@ def test_a_large_document_is_parsed_off_the_event_loop() -> None:
 
     body = json.dumps({"input": PIXEL, "user": "x" * 2**17}).encode()
     asyncio.run(
-        read_openai_body("application/json", None, stream([body]), LIMITS, run_blocking, served=SERVED)
+        read_openai_body(
+            parse_content_type("application/json"), None, stream([body]), LIMITS, run_blocking, served=SERVED
+        )
     )
     assert calls == ["parse_openai_body"]

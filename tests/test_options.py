@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from models import OutputSpec
-from service.errors import ApiError, BadRequest, NotAcceptable
+from service.errors import ApiError, BadRequest, HeadersTooLarge, NotAcceptable
 from service.options import (
+    MAX_ACCEPT_CHARS,
     MAX_JSON_FLOATS,
+    MAX_QUERY_BYTES,
     EmbedOptions,
     Format,
     check_options,
@@ -295,7 +297,7 @@ def test_query_is_read_with_escapes_and_blanks() -> None:
         (b"pooling=mean&pooling=none", "pooling"),
         (b"%ff=1", "\\ufffd"),
         (b"%ed%a0%80=1", "\\ufffd\\ufffd\\ufffd"),
-        (b"x" * 5000 + b"=1", "x" * 64),
+        (b"x" * 4000 + b"=1", "x" * 64),
     ],
 )
 def test_a_query_that_means_nothing_is_refused(query: bytes, param: str) -> None:
@@ -331,3 +333,18 @@ def test_json_floats_have_a_limit(sent: dict[str, str | bool], counts: tuple[int
     with pytest.raises(ApiError, match="encoding_format=base64 or.*format=safetensors") as caught:
         check()
     assert (caught.value.status, caught.value.code) == (400, "response_too_large")
+
+
+def test_an_accept_header_is_read_up_to_a_length() -> None:
+    longest = "text/html" + "," * (MAX_ACCEPT_CHARS - len("text/html"))
+    assert negotiate(longest, {"a/one": "first"}) is None
+    with pytest.raises(HeadersTooLarge):
+        negotiate(longest + ",", {"a/one": "first"})
+
+
+def test_a_query_is_read_up_to_a_length() -> None:
+    longest = b"pooling=none".rjust(MAX_QUERY_BYTES, b"&")
+    assert read_query(longest) == {"pooling": "none"}
+    with pytest.raises(BadRequest) as caught:
+        read_query(b"&" + longest)
+    assert (caught.value.code, caught.value.param) == ("invalid_option", None)

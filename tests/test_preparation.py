@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from models import Patches, Preprocessor, VisionEncoder
+from models import EncodeItem, Patches, Preprocessor, VisionEncoder
 from service.batcher import Batcher, QueueLimits
 from service.errors import ApiError
 from service.images import ImageLimits
@@ -208,4 +208,19 @@ def test_other_tokens_than_were_admitted_are_no_silent_leak(bench: Bench) -> Non
     ticket, _ = bench.start(encode_image())
     bench.executor.run()
     assert isinstance(bench.callers.error(ticket), AssertionError)
+    assert bench.batcher.reserved_tokens == 0
+
+
+@pytest.mark.parametrize("num_images", [1, 3])
+def test_a_queue_that_fails_ends_the_request(num_images: int, bench: Bench) -> None:
+    class Failing(Batcher):
+        def put(self, ticket: Ticket, items: Sequence[EncodeItem]) -> None:
+            raise RuntimeError("odd")
+
+    ticket, _ = bench.start(*[encode_image()] * num_images)
+    bench.batcher.__class__ = Failing
+    for _ in range(num_images):
+        assert not ticket.ended
+        bench.executor.run()
+    assert isinstance(bench.callers.error(ticket), RuntimeError)
     assert bench.batcher.reserved_tokens == 0
