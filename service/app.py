@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 OPEN_PATHS = (*probes.PATHS, metrics.PATH, *docs.PATHS)  # need no API key
 COUNTED_ROUTES = (embed.PATH, embeddings.PATH, *info.PATHS, metrics.PATH, *docs.PATHS)
+
+_WRITER_THREADS = 2  # for large bodies and answers; more would only wait for the interpreter lock
 
 _DESCRIPTION = """Image embeddings from the vision transformer of a Qwen3-VL checkpoint.
 
@@ -73,7 +75,8 @@ def create_app(
     )
     budget = ByteBudget(settings.max_inflight_bytes)
     counters.watch_queue(engine.batcher, budget)
-    executor = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
+    decoders = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
+    writers = ThreadPoolExecutor(_WRITER_THREADS, thread_name_prefix="write")
     fetcher = start_fetcher(settings)
     app = FastAPI(
         title="vision-sidecar",
@@ -84,7 +87,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
-        lifespan=partial(_lifespan, settings, engine, executor, fetcher),
+        lifespan=partial(_lifespan, settings, engine, (decoders, writers), fetcher),
     )
     app.state.engine = engine
     app.state.metrics = counters
@@ -100,7 +103,7 @@ def create_app(
     )
     app.add_exception_handler(HTTPException, raise_api_error)
     app.router.route_class = RawRoute
-    pipeline = Pipeline(settings, engine, engine.batcher, budget, executor, fetcher)
+    pipeline = Pipeline(settings, engine, engine.batcher, budget, decoders, writers, fetcher)
     embed.add_routes(app.router, engine, pipeline)
     embeddings.add_routes(app.router, engine, pipeline)
     probes.add_routes(app.router, engine)
@@ -112,7 +115,11 @@ def create_app(
 
 @asynccontextmanager
 async def _lifespan(
-    settings: Settings, engine: Engine, executor: ThreadPoolExecutor, fetcher: Fetcher, app: FastAPI
+    settings: Settings,
+    engine: Engine,
+    executors: Sequence[ThreadPoolExecutor],
+    fetcher: Fetcher,
+    app: FastAPI,
 ) -> AsyncIterator[None]:
     if settings.is_demo:
         logger.warning("model demo: the weights are random, so the embeddings mean nothing")
@@ -125,7 +132,8 @@ async def _lifespan(
     await fetcher.aclose()
     if not engine.close():
         logger.warning("a device is loading, busy or lost; the process ends without it")
-    executor.shutdown(wait=False, cancel_futures=True)
+    for executor in executors:
+        executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _operation_id(route: APIRoute) -> str:

@@ -24,6 +24,7 @@ class RequestContext:
 
     request_id: str
     started_at: float = field(default_factory=time.perf_counter)
+    body_has_arrived: bool = False
     stages_s: dict[Stage, float] = field(default_factory=dict)
 
     def attach(self, scope: Scope) -> None:

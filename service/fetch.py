@@ -118,6 +118,7 @@ class Fetcher:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
+            tasks.clear()  # the error of one leads here, by its traceback, and from here to all images
 
     async def _fetch_one(self, url: httpx.URL, allowance: _Allowance) -> bytes:
         async with allowance.slots:

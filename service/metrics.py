@@ -5,7 +5,7 @@ Knows what is counted and under which name; knows nothing of requests, tensors o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -170,6 +170,11 @@ class Metrics:
         self._queue_tokens.set_function(lambda: queue.waiting_tokens)
         self._queue_limit_tokens.set_function(lambda: queue.limit_tokens)
         self._inflight_bytes.set_function(lambda: budget.held_bytes)
+
+    @property
+    def routes(self) -> Collection[str]:
+        """Those that requests are counted under."""
+        return self._request_durations.keys()
 
     def observe_request(self, route: str, status: int, duration_s: float) -> None:
         """Counts an answered request; its duration to the last byte counts where the status is 2xx."""

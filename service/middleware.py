@@ -9,7 +9,7 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NoReturn, cast
 
 from fastapi import Request
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from service.answers import FIXED_HEADERS, Headers, error_answer, identity_headers, new_request_id
 from service.context import RequestContext
 from service.cors import Cors
-from service.errors import ApiError, InternalError, MethodNotAllowed, NotFound, Unavailable
+from service.errors import ApiError, ErrorCode, InternalError, MethodNotAllowed, NotFound, Unavailable
 from service.metrics import CLIENT_LEFT, OTHER, Metrics
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         is_probe = scope["path"] in self._probes
-        exchange = _Exchange(scope, send, is_logged=not is_probe)
+        exchange = _Exchange(scope, send, routes=self._metrics.routes, is_logged=not is_probe)
         if is_probe:
             await self._pass(exchange, receive)
             return
@@ -111,47 +111,45 @@ class RequestMiddleware:
         for stage, seconds in exchange.context.stages_s.items():
             self._metrics.observe_stage(stage, seconds)
         if exchange.error is not None:
-            self._metrics.count_error(exchange.error.code)
+            self._metrics.count_error(exchange.error)
 
 
 class _Exchange:
     """One request and its answer on their way through."""
 
-    def __init__(self, scope: Scope, send: Send, *, is_logged: bool) -> None:
+    def __init__(self, scope: Scope, send: Send, *, routes: Collection[str], is_logged: bool) -> None:
         self.context = RequestContext(_request_id(scope))
         self.context.attach(scope)
         # A HEAD is a GET whose body is not sent, so that no route needs to know of it.
-        self.is_head = scope["method"] == "HEAD"
+        self.method: str = scope["method"]
+        self.is_head = self.method == "HEAD"
         self.scope = {**scope, "method": "GET"} if self.is_head else scope
         self.scope[_EXCHANGE] = self
         self.is_logged = is_logged
         self.status = 500
         self.started = False
-        self.error: ApiError | None = None
+        self.error: ErrorCode | None = None
+        self._routes = routes
         self._send = send
 
     @property
     def route(self) -> str:
-        """The template of the route that the router found.
-
-        What was answered before the router is counted by its path, which the metrics look up: no template
-        has a parameter.
-        """
+        """The template of the route that the router found; of what was answered before it, its known path."""
         found = self.scope.get("route")
-        return cast(str, self.scope["path"] if found is None else found.path)
+        if found is not None:
+            return cast(str, found.path)
+        return cast(str, self.scope["path"]) if self.scope["path"] in self._routes else OTHER
 
     @property
     def title(self) -> str:
         """What the log calls it."""
-        found = self.scope.get("route")
-        path = OTHER if found is None else found.path
-        return f"{self.scope['method']} {path} [{self.context.request_id}]"
+        return f"{self.method} {self.route} [{self.context.request_id}]"
 
     def log_members(self, error: ApiError | None = None) -> dict[str, object]:
         """What a structured log has of it as members."""
         return {
             "request_id": self.context.request_id,
-            "method": self.scope["method"],
+            "method": self.method,
             "route": self.route,
             "status": self.status if error is None else error.status,
             "code": None if error is None else error.code,
@@ -168,7 +166,7 @@ class _Exchange:
 
     async def send_error(self, error: ApiError, send: Send) -> None:
         """`send` ends in this exchange's own."""
-        self.error = error
+        self.error = error.code
         headers, body = error_answer(error)
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})

@@ -52,7 +52,11 @@ class HasEncoder(Protocol):
 
 
 class Pipeline:
-    """Answers requests. Heavy work runs on `executor`; the event loop parses and waits."""
+    """Answers requests; the event loop parses and waits.
+
+    Images are decoded on `decoders`. Large bodies are parsed and large answers written on `writers`, where
+    they do not wait behind images.
+    """
 
     def __init__(
         self,
@@ -60,19 +64,20 @@ class Pipeline:
         source: HasEncoder,
         batcher: Batcher,
         budget: ByteBudget,
-        executor: Executor,
+        decoders: Executor,
+        writers: Executor,
         fetcher: Fetcher,
     ) -> None:
         self._source = source
         self._batcher = batcher
         self._budget = budget
-        self._executor = executor
+        self._writers = writers
         self._fetcher = fetcher
         self._model_name = settings.served_name
         self._timeout_s = settings.request_timeout_s
         self._preparer = Preparer(
             batcher,
-            executor,
+            decoders,
             ImageLimits(settings.max_image_bytes, settings.max_image_pixels),
             settings.max_request_tokens,
         )
@@ -104,7 +109,7 @@ class Pipeline:
         except TimeoutError:
             if not timeout.expired():
                 raise
-            if "read" not in context.stages_s:
+            if not context.body_has_arrived:
                 raise BodyTimeout(f"the body did not arrive within {self._timeout_s:g} s") from None
             raise DeadlineExceeded from None
 
@@ -163,7 +168,7 @@ class Pipeline:
         body = await read(
             content_type,
             headers.get("content-length"),
-            _covered(request.stream(), permit),
+            _covered(request.stream(), permit, context),
             self._body_limits,
             self._run,
         )
@@ -192,13 +197,16 @@ class Pipeline:
         with watch(request.receive, lambda: self._batcher.leave(ticket)):
             files = await self._fetch(images, context, permit)
             started = time.perf_counter()
+            preparation = self._preparer.make(files, options, ticket, self._source.encoder)
+            del files
             try:
-                preparation = self._preparer.start(files, options, ticket, self._source.encoder)
+                preparation.start()
                 embeddings = await ticket.embeddings()
             except Abandoned:
                 raise ClientDisconnect from None
             finally:
                 self._batcher.leave(ticket)
+                preparation.drop()
                 context.stages_s.update(ticket.stages_s(started))
         return preparation.facts, embeddings
 
@@ -221,14 +229,17 @@ class Pipeline:
 
     async def _run(self, function: Callable[[*Ts], T], /, *args: *Ts) -> T:
         """Runs a blocking function off the event loop."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *args)
+        return await asyncio.get_running_loop().run_in_executor(self._writers, function, *args)
 
 
-async def _covered(chunks: AsyncIterator[bytes], permit: Permit) -> AsyncIterator[bytes]:
-    """The chunks of a body, each with room for it."""
+async def _covered(
+    chunks: AsyncIterator[bytes], permit: Permit, context: RequestContext
+) -> AsyncIterator[bytes]:
+    """The chunks of a body, each with room for it. Says in the context when the last one was there."""
     async for chunk in chunks:
         permit.add(len(chunk))
         yield chunk
+    context.body_has_arrived = True
 
 
 def _accept(request: Request) -> str | None:

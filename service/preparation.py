@@ -21,6 +21,7 @@ from service.encoding import ImageFacts
 from service.errors import ApiError, BadRequest, TooLarge, image_param
 from service.images import ImageHeader, ImageLimits, read_header
 from service.options import EmbedOptions
+from service.released import released
 from service.ticket import Ticket
 
 _QUICK_BYTES = 2**16
@@ -36,16 +37,11 @@ class Preparer:
     limits: ImageLimits
     max_tokens: int  # of one request
 
-    def start(
+    def make(
         self, images: Sequence[bytes], options: EmbedOptions, ticket: Ticket, encoder: VisionEncoder
     ) -> Preparation:
-        """Returns at once. The ticket ends with what goes wrong, unless it is raised here already."""
-        preparation = Preparation(self, images, options, ticket, encoder)
-        if len(images) == 1 and _is_quick_to_check(images[0]):
-            self.executor.submit(preparation.decode, 0, preparation.admit()[0])
-        else:
-            self.executor.submit(preparation.run)
-        return preparation
+        """That of one request, not started."""
+        return Preparation(self, images, options, ticket, encoder)
 
 
 class Preparation:
@@ -60,7 +56,8 @@ class Preparation:
         encoder: VisionEncoder,
     ) -> None:
         self._shared = shared
-        self._images = images
+        self._images = list(images)
+        self._headers: list[ImageHeader] = []
         self._options = options
         self._output = options.output_spec()
         self._ticket = ticket
@@ -78,22 +75,35 @@ class Preparation:
         """What the answer says of each image, once all are queued."""
         return [facts for facts in self._facts if facts is not None]
 
+    def start(self) -> None:
+        """Returns at once. The ticket ends with what goes wrong, unless it is raised here already."""
+        if len(self._images) == 1 and _is_quick_to_check(self._images[0]):
+            self.admit()
+            self._shared.executor.submit(self.decode, 0)
+        else:
+            self._shared.executor.submit(self.run)
+
+    def drop(self) -> None:
+        """Lets go of files and pixels. A thread that has not come to them yet finds nothing to do."""
+        self._images.clear()
+        self._headers.clear()
+        self._items.clear()
+
     def run(self) -> None:
         """All of it for a single image; of several, each is decoded on its own, in parallel."""
         try:
             if self._ticket.ended:
                 return
-            headers = self.admit()
-            for index, header in enumerate(headers[1:], start=1):
-                self._shared.executor.submit(self.decode, index, header)
-            self.decode(0, headers[0])
+            self.admit()
+            for index in range(1, self._missing):
+                self._shared.executor.submit(self.decode, index)
+            self.decode(0)
         except Exception as error:
-            self._shared.batcher.fail(self._ticket, error)
+            self._shared.batcher.fail(self._ticket, released(error))
 
-    def admit(self) -> list[ImageHeader]:
+    def admit(self) -> None:
         """Reads the headers, checks every limit before any pixel is decoded, and has the request admitted."""
         shared, encoder = self._shared, self._encoder
-        headers: list[ImageHeader] = []
         total = 0
         for index, image in enumerate(self._images):
             with _blaming(index):
@@ -106,25 +116,24 @@ class Preparation:
                         f"{shared.max_tokens}",
                         code="too_many_tokens",
                     )
-            headers.append(header)
+            self._headers.append(header)
             self._num_tokens.append(num_tokens)
         self._options.check_size(
-            num_images=len(headers),
+            num_images=len(self._headers),
             num_tokens=total,
             hidden_size=encoder.hidden_size,
             width=encoder.width,
         )
         shared.batcher.admit(self._ticket, total)
-        return headers
 
-    def decode(self, index: int, header: ImageHeader) -> None:
+    def decode(self, index: int) -> None:
         """One image. Whoever is last queues them all, or ends the request with its first broken image."""
         error: Exception | None = None
         try:
             if not self._ticket.ended and index < self._first_broken:
-                self._prepare(index, header)
+                self._prepare(index)
         except Exception as raised:
-            error = raised
+            error = released(raised)
         with self._lock:
             if error is not None and index < self._first_broken:
                 self._first_broken, self._error = index, error
@@ -137,14 +146,15 @@ class Preparation:
         batcher = self._shared.batcher
         if self._error is not None:
             batcher.fail(self._ticket, self._error)
+            self._error = None
             return
         try:
             batcher.put(self._ticket, [item for item in self._items if item is not None])
         except Exception as error:  # the executor would keep it, and the request wait for its deadline
-            batcher.fail(self._ticket, error)
+            batcher.fail(self._ticket, released(error))
 
-    def _prepare(self, index: int, header: ImageHeader) -> None:
-        image = self._images[index]
+    def _prepare(self, index: int) -> None:
+        image, header = self._images[index], self._headers[index]
         with _blaming(index):
             patches = self._encoder.preprocessor(header.decode())
         admitted = self._num_tokens[index]

@@ -52,7 +52,11 @@ class Ticket:
         """
         await self._settled
         if self._error is not None:
-            raise self._error
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # it leads here, by its traceback
         return [embedding for embedding in self._embeddings if embedding is not None]
 
     def queued(self, num_images: int, now: float) -> None:

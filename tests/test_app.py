@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import hashlib
 import json
 import re
@@ -31,6 +32,7 @@ from service.images import ImageLimits, read_header
 from service.metrics import MISS_REASONS
 from service.openapi import PIXEL
 from service.options import MEDIA_TYPES, OPTION_NAMES
+from service.preparation import Preparation
 from service.routes import docs
 from service.schemas import EmbedResponse, ErrorResponse, Info, ModelCard, ModelList, OpenAIResponse
 from service.settings import Settings
@@ -352,6 +354,26 @@ def test_callers_who_announce_much_and_send_nothing_take_no_room(serve: Serve, s
     assert image.status_code == 200
     assert {answer.status_code for answer in others} == {400}
     assert service.metric("inflight_bytes") == 0
+
+
+@pytest.mark.parametrize("num_images", [1, 3])
+def test_a_failed_request_leaves_no_image_behind(num_images: int, service: Service) -> None:
+    """Without a collection of garbage: until then its bytes would be in memory and not in the budget."""
+    broken = encode_image()[:-40]
+
+    def left_behind() -> int:
+        return sum(isinstance(thing, Preparation) for thing in gc.get_objects())
+
+    gc.collect()
+    before = left_behind()
+    gc.disable()
+    try:
+        for _ in range(5):
+            answer = service.embed(broken) if num_images == 1 else service.embed_form(*[broken] * num_images)
+            assert answer.status_code == 400
+        eventually(lambda: left_behind() == before)
+    finally:
+        gc.enable()
 
 
 def test_draining_refuses_newcomers(service: Service) -> None:

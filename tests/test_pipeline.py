@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import hashlib
 import json
 import threading
@@ -27,6 +28,7 @@ from service.encoding import Answer
 from service.errors import ApiError
 from service.fetch import make_fetcher
 from service.pipeline import Pipeline
+from service.preparation import Preparation
 from service.settings import Settings
 from tests.conftest import CONFIG, FakeEncoder, FakeRunning, encode_image, known_embedding, only
 
@@ -126,7 +128,7 @@ class Exchange:
 
         with ThreadPoolExecutor(2, thread_name_prefix="decode") as own, source.serving() as batcher:
             pipeline = Pipeline(
-                settings, source, batcher, source.budget, executor or own, make_fetcher(settings)
+                settings, source, batcher, source.budget, executor or own, own, make_fetcher(settings)
             )
             answer: dict[str, Any] = json.loads(b"".join(asyncio.run(embed()).body))
             return answer
@@ -280,7 +282,7 @@ def test_the_event_loop_goes_on_while_images_are_prepared(settings: Settings) ->
                 exchange = json_exchange(*[encode_image()] * 3)
                 request = Request(exchange.scope, exchange.receive)
                 pipeline = Pipeline(
-                    settings, source, batcher, source.budget, executor, make_fetcher(settings)
+                    settings, source, batcher, source.budget, executor, executor, make_fetcher(settings)
                 )
                 return await pipeline.embed(request)
         finally:
@@ -514,7 +516,9 @@ def test_a_full_queue_refuses_what_does_not_fit(settings: Settings, gate: thread
 
     async def main() -> list[Any]:
         with ThreadPoolExecutor(2) as executor, source.serving() as batcher:
-            pipeline = Pipeline(settings, source, batcher, source.budget, executor, make_fetcher(settings))
+            pipeline = Pipeline(
+                settings, source, batcher, source.budget, executor, executor, make_fetcher(settings)
+            )
 
             def start() -> asyncio.Task[Answer]:
                 exchanges.append(Exchange(encode_image()))  # 6 tokens
@@ -580,3 +584,52 @@ def test_more_tokens_than_the_queue_could_ever_hold_are_too_large(settings: Sett
     assert (error.status, error.code) == (413, "too_many_tokens")
     assert preprocessor.threads == []
     Exchange(encode_image()).run(source, settings)
+
+
+def test_bodies_are_parsed_while_every_decoder_is_busy(settings: Settings, gate: threading.Event) -> None:
+    source = Source()
+    exchange = Exchange(b'{"images": [' + b" " * 2**17, "application/json")
+
+    async def main() -> None:
+        with (
+            ThreadPoolExecutor(1) as decoders,
+            ThreadPoolExecutor(1) as writers,
+            source.serving() as batcher,
+        ):
+            decoders.submit(gate.wait)
+            pipeline = Pipeline(
+                settings, source, batcher, source.budget, decoders, writers, make_fetcher(settings)
+            )
+            try:
+                await pipeline.embed(Request(exchange.scope, exchange.receive))
+            finally:
+                gate.set()
+
+    with pytest.raises(ApiError) as caught:
+        asyncio.run(asyncio.wait_for(main(), 10))
+    assert caught.value.code == "invalid_json"
+
+
+def test_who_gives_up_takes_their_files_along(settings: Settings, gate: threading.Event) -> None:
+    """A decode thread that has not come to them yet holds the request, and nothing of its images."""
+    source = Source()
+    held: list[Preparation] = []
+
+    async def main() -> None:
+        with ThreadPoolExecutor(1) as executor, source.serving() as batcher:
+            executor.submit(gate.wait)
+            limited = only(settings, request_timeout_s=0.05)
+            pipeline = Pipeline(
+                limited, source, batcher, source.budget, executor, executor, make_fetcher(settings)
+            )
+            exchange = Exchange(encode_image(400, 400))
+            try:
+                with pytest.raises(ApiError):
+                    await pipeline.embed(Request(exchange.scope, exchange.receive))
+                held.extend(thing for thing in gc.get_objects() if isinstance(thing, Preparation))
+            finally:
+                gate.set()
+
+    asyncio.run(main())
+    assert held
+    assert not any(preparation._images for preparation in held)

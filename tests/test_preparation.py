@@ -64,7 +64,9 @@ class Bench:
 
     def start(self, *images: bytes) -> tuple[Ticket, Preparation]:
         ticket = self.callers.ticket()
-        return ticket, self._preparer.start(images, resolve_options({}, None), ticket, self._encoder)
+        preparation = self._preparer.make(images, resolve_options({}, None), ticket, self._encoder)
+        preparation.start()
+        return ticket, preparation
 
     def refusal(self, ticket: Ticket) -> tuple[int, str, str | None]:
         error = self.callers.error(ticket)

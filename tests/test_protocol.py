@@ -66,6 +66,8 @@ class App:
             await Response()(scope, receive, send)
         elif path == "/big":
             await Response(bytes(BIG))(scope, receive, send)
+        elif path == "/small":
+            await Response(bytes(60_000))(scope, receive, send)  # too little for a pause
         elif path == "/pieces":
             length = [(b"content-length", b"%d" % BIG)]
             await send({"type": "http.response.start", "status": 200, "headers": length})
@@ -117,6 +119,9 @@ class Connection:
     async def read(self, num_bytes: int) -> bytes:
         return await asyncio.wait_for(self._reader.readexactly(num_bytes), 10)
 
+    def stop_reading(self) -> None:
+        self._writer.transport.pause_reading()  # type: ignore[attr-defined]
+
     async def is_closed(self) -> bool:
         """Waits for the end; False if the server sends more instead."""
         return not await asyncio.wait_for(self._reader.read(1), 10)
@@ -149,6 +154,7 @@ class Connection:
 class Server:
     app: App
     port: int
+    listener: socket.socket
     state: ServerState
     draining: list[bool]
     refusals: list[ApiError]
@@ -192,7 +198,7 @@ async def serving(
     )
     loop = asyncio.get_running_loop()
     listener = await loop.create_server(lambda: make(config, state, {}), "127.0.0.1", 0)
-    server = Server(app, listener.sockets[0].getsockname()[1], state, draining, refusals)
+    server = Server(app, listener.sockets[0].getsockname()[1], listener.sockets[0], state, draining, refusals)
     try:
         yield server
     finally:
@@ -441,8 +447,9 @@ def test_a_refusal_waits_for_the_answers_before_it(
         if not at_once:
             await connection.send(behind)
         await asyncio.sleep(0.2)
-        await connection.send(b"a: b\r\n")
-        await asyncio.sleep(0.05)
+        for _ in range(3):
+            await connection.send(b"a: b\r\n")
+            await asyncio.sleep(0.03)
         assert server.refusals == []
         server.app.release.set()
         assert await connection.read(9) == b"it begins"
@@ -455,6 +462,24 @@ def test_a_refusal_waits_for_the_answers_before_it(
         assert server.app.paths == ["/begin"] + ["/read"] * num_served
 
     run(talk, header_timeout_s=0.1)
+
+
+def test_what_follows_a_refusal_is_not_served() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(BEGIN)
+        await connection.head()
+        await connection.send(b"\r\n" * 2**17)
+        await asyncio.sleep(0.1)
+        await connection.send(EMPTY)
+        await asyncio.sleep(0.05)
+        server.app.release.set()
+        assert await connection.read(9) == b"it begins"
+        assert (await connection.answer()).code == "headers_too_large"
+        assert await connection.is_closed()
+        assert server.app.paths == ["/begin"]
+
+    run(talk)
 
 
 def test_a_malformed_body_ends_its_own_answer_that_has_begun() -> None:
@@ -508,6 +533,8 @@ def test_an_answer_that_is_not_read_is_cut(path: bytes, end: bytes, caplog: pyte
         connection = await server.connect_slow_reader()
         await connection.send(GET.replace(b"/", path, 1) + end + b"\r\n")
         assert (await connection.head())[0] == 200
+        await asyncio.sleep(0.1)
+        await connection.read(2**18)
         await server.wait_until_unconnected()
         if path == b"/pieces":
             await asyncio.wait_for(server.app.left.wait(), 5)
@@ -515,6 +542,17 @@ def test_an_answer_that_is_not_read_is_cut(path: bytes, end: bytes, caplog: pyte
 
     run(talk, unread_timeout_s=0.3)
     assert caplog.text == ""
+
+
+def test_an_end_that_waits_for_a_few_bytes_to_be_read_is_cut_too() -> None:
+    async def talk(server: Server) -> None:
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit it
+        connection = await server.connect_slow_reader()
+        connection.stop_reading()
+        await connection.send(GET.replace(b"/", b"/small", 1) + b"connection: close\r\n\r\n")
+        await server.wait_until_unconnected()
+
+    run(talk, unread_timeout_s=0.3)
 
 
 @pytest.mark.parametrize("path", [b"/big", b"/pieces"])
