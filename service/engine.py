@@ -69,7 +69,7 @@ class Engine:
         return tuple(replica.name for replica in self._group.replicas) if self._group else ()
 
     def start(self) -> None:
-        """Starts the replicas' threads, which load the model. Fails as their loading does, without raising."""
+        """Starts the replicas' threads, which load the model. An error is a failure to load it."""
         try:
             self._group = self._start_replicas()
             self._serve(self._group)

@@ -45,10 +45,13 @@ def start(registry: CollectorRegistry) -> Iterator[Start]:
     running: list[tuple[Engine, ReplicaGroup]] = []
 
     def start_engine(
-        *encoders: FakeEncoder, load: Callable[[], object] = lambda: None, wait: bool = True
+        *encoders: FakeEncoder,
+        load: Callable[[], object] = lambda: None,
+        wait: bool = True,
+        metrics: Metrics | None = None,
     ) -> Engine:
         group = fake_replicas(*(encoders or (FakeEncoder(),)), load=load)
-        engine = make_engine(lambda: group, registry)
+        engine = make_engine(lambda: group, registry, metrics)
         running.append((engine, group))
         engine.start()
         if wait:
@@ -123,10 +126,13 @@ class SlowInfo(Metrics):
         self._gate.wait()
 
 
-def test_no_request_is_taken_before_it_is_ready(registry: CollectorRegistry, gate: threading.Event) -> None:
+def test_no_request_is_taken_before_it_is_ready(
+    start: Start, registry: CollectorRegistry, gate: threading.Event
+) -> None:
     metrics = SlowInfo(registry, gate)
-    engine = make_engine(lambda: fake_replicas(FakeEncoder()), registry, metrics)
-    engine.start()
+    has_started = threading.Event()
+    engine = start(load=has_started.wait, wait=False, metrics=metrics)
+    has_started.set()
     assert metrics.is_asked.wait(10)
     assert engine.state is State.LOADING
     for check in (engine.check_ready, engine.check_room, engine.check_loaded, lambda: admit(engine)):
@@ -134,7 +140,6 @@ def test_no_request_is_taken_before_it_is_ready(registry: CollectorRegistry, gat
     gate.set()
     eventually(lambda: engine.state is State.READY)
     admit(engine)
-    assert engine.close()
 
 
 def test_ready_is_a_metric(start: Start, gate: threading.Event, registry: CollectorRegistry) -> None:
@@ -500,9 +505,9 @@ def test_a_watch_that_fails_is_a_failure_and_one_that_is_cancelled_is_none(
         await asyncio.wait([watching])
 
     callers.runner.run(end(None))
-    assert engine.state is State.READY
+    engine.check_alive()
     callers.runner.run(end(RuntimeError("no clock")))
-    assert engine.state is State.FAILED
+    assert code_of(engine.check_alive) == "device_failed"
     [record] = caplog.records
     assert (record.levelname, record.getMessage()) == ("CRITICAL", "cannot watch the devices: no clock")
     assert record.exc_info is not None
