@@ -125,6 +125,7 @@ async def _lifespan(
         logger.warning("model demo: the weights are random, so the embeddings mean nothing")
     engine.start()
     watching = asyncio.create_task(engine.watch(settings.device_timeout_s))
+    watching.add_done_callback(engine.on_watch_ended)
     yield
     watching.cancel()
     await asyncio.wait([watching])

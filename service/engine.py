@@ -69,12 +69,14 @@ class Engine:
         return tuple(replica.name for replica in self._group.replicas) if self._group else ()
 
     def start(self) -> None:
-        """Starts the replicas' threads, which load the model."""
+        """Starts the replicas' threads, which load the model. An error is a failure to load it."""
         try:
-            self._group = group = self._start_replicas()
-        except ModelError as error:
+            self._group = self._start_replicas()
+            self._serve(self._group)
+        except Exception as error:
             self._on_load_failed(error)
-            return
+
+    def _serve(self, group: ReplicaGroup) -> None:
         self._loading = set(self.devices)
         for device in self.devices:
             self._metrics.add_device(device)
@@ -86,17 +88,22 @@ class Engine:
             serving.add_done_callback(partial(self._on_served, replica))
 
     def _on_loaded(self, replica: Replica, ready: Future[VisionEncoder]) -> None:
-        """Runs in the replica's thread."""
-        error = ready.exception()
-        if error is not None:
+        """Runs in the replica's thread, where nobody would hear of an error."""
+        try:
+            try:
+                self._show(replica, ready.result())
+            finally:
+                is_last = self._end_loading(replica)
+            if is_last:
+                self._on_all_loaded(ready.result())
+        except BaseException as error:
             self._on_load_failed(error)
-        else:
-            self._show(replica, ready.result())
+
+    def _end_loading(self, replica: Replica) -> bool:
+        """Says whether it was the last."""
         with self._lock:
             self._loading.remove(replica.name)
-            is_last = not self._loading
-        if is_last and error is None:
-            self._on_all_loaded(ready.result())
+            return not self._loading
 
     def _show(self, replica: Replica, encoder: VisionEncoder) -> None:
         self._metrics.set_graphs(
@@ -108,7 +115,6 @@ class Engine:
         self._metrics.set_device_up(replica.name, True)
 
     def _on_all_loaded(self, encoder: VisionEncoder) -> None:
-        self._encoder = encoder
         # What is loaded stays. Collecting garbage among it would stop the server for half a second.
         gc.collect()
         gc.freeze()
@@ -119,6 +125,7 @@ class Engine:
             attn_backend=encoder.attn_backend,
             version=self._version,
         )
+        self._encoder = encoder
         if self._enter(State.READY, [State.LOADING]):
             logger.info("ready: model %s on %s", self._model_name, ", ".join(self.devices))
 
@@ -136,7 +143,7 @@ class Engine:
     def check_loaded(self) -> None:
         """Raises `Unavailable` unless `encoder` can be asked."""
         self.check_alive()
-        if self._encoder is None:
+        if self.state is State.LOADING or self._encoder is None:
             raise Unavailable("the model is still being loaded", code="not_ready")
 
     def check_ready(self) -> None:
@@ -178,7 +185,7 @@ class Engine:
     def _lose_device(self, error: DeviceError) -> None:
         """One lost device ends the process, once the others have finished what was admitted."""
         self._metrics.set_device_up(error.device, False)
-        if self._enter(State.FAILED, [State.LOADING, State.READY, State.LEAVING, State.DRAINING]):
+        if self._fail():
             logger.critical("%s", error)
 
     async def watch(self, timeout_s: float) -> None:
@@ -189,8 +196,14 @@ class Engine:
                 cause = TimeoutError(f"it has work and finished nothing for {timeout_s:g} s")
                 self.batcher.lose(device, DeviceError(device, cause))
 
+    def on_watch_ended(self, watching: asyncio.Task[None]) -> None:
+        """For the task of `watch`. Without it a stuck device would keep its callers waiting unnoticed."""
+        error = None if watching.cancelled() else watching.exception()
+        if error is not None and self._fail():
+            logger.critical("cannot watch the devices: %s", error, exc_info=error)
+
     @property
-    def idle(self) -> bool:
+    def is_idle(self) -> bool:
         """Nothing was admitted that has not ended, and no device is at work."""
         return not self.num_admitted and self.batcher.is_idle
 
@@ -210,7 +223,7 @@ class Engine:
         """
         if self._group is None:
             return True
-        if not self.idle:
+        if not self.is_idle:
             return False
         self.batcher.close()
         ending = [
@@ -221,6 +234,10 @@ class Engine:
         for replica in ending:
             replica.close()
         return len(ending) == len(self._group.replicas)
+
+    def _fail(self) -> bool:
+        """From any other state; says whether it did."""
+        return self._enter(State.FAILED, [state for state in State if state is not State.FAILED])
 
     def _enter(self, state: State, come_from: Sequence[State]) -> bool:
         """Changes the state if it is one of those; says whether it did."""

@@ -85,9 +85,10 @@ class Server(uvicorn.Server):
         """Called by uvicorn ten times a second; True ends the server."""
         has_failed = self._engine.state is State.FAILED
         if self._leaves_at is None and (self._told_to_stop or has_failed):
-            delay_s = 0.0 if has_failed else self._delay_s
-            logger.info("stopping, in at most %g s", delay_s + self._grace_s)
             self._engine.leave()
+            # A server that takes no requests has nothing to wait for.
+            delay_s = self._delay_s if self._engine.state is State.LEAVING else 0.0
+            logger.info("stopping, in at most %g s", delay_s + self._grace_s)
             self._leaves_at = time.monotonic() + delay_s
         if self._deadline is None and self._is_time_to_drain(has_failed):
             self._engine.drain()
@@ -98,7 +99,7 @@ class Server(uvicorn.Server):
         return self._leaves_at is not None and (has_failed or time.monotonic() >= self._leaves_at)
 
     def _is_drained(self) -> bool:
-        return self._deadline is not None and (self._engine.idle or time.monotonic() >= self._deadline)
+        return self._deadline is not None and (self._engine.is_idle or time.monotonic() >= self._deadline)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """In place of uvicorn's, which has a grace of its own, in whole seconds, behind ours."""

@@ -102,7 +102,7 @@ class Served:
     def check_settled(self, num_sent: int) -> dict[int, int]:
         """Every request has been counted once, and nothing of any is left. Returns how many by status."""
         eventually(lambda: sum(self.scrape().statuses().values()) >= num_sent)
-        eventually(lambda: self.engine.idle)
+        eventually(lambda: self.engine.is_idle)
         scrape = self.scrape()
         scrape.check_at_rest()
         assert scrape.total("requests_in_flight") == 0

@@ -741,7 +741,7 @@ def test_a_request_with_a_share_on_a_lost_replica_fails_whole(serve: Serve, sett
     of_one_image = only(settings, max_batch_tokens=6)
     service = serve(of_one_image, encoders=[FakeEncoder(hold), FakeEncoder(lose)])
     assert error_of(service.embed_form(*[encode_image()] * 6)) == (503, "device_failed", None)
-    eventually(lambda: service.engine.idle)
+    eventually(lambda: service.engine.is_idle)
 
 
 def test_replays_and_padding_are_counted(serve: Serve) -> None:

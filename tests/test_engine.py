@@ -33,8 +33,10 @@ def registry() -> CollectorRegistry:
     return CollectorRegistry()
 
 
-def make_engine(start_replicas: Callable[[], ReplicaGroup], registry: CollectorRegistry) -> Engine:
-    return Engine(start_replicas, LIMITS, Metrics(registry, ()), model_name="m", version="1")
+def make_engine(
+    start_replicas: Callable[[], ReplicaGroup], registry: CollectorRegistry, metrics: Metrics | None = None
+) -> Engine:
+    return Engine(start_replicas, LIMITS, metrics or Metrics(registry, ()), model_name="m", version="1")
 
 
 @pytest.fixture
@@ -43,10 +45,13 @@ def start(registry: CollectorRegistry) -> Iterator[Start]:
     running: list[tuple[Engine, ReplicaGroup]] = []
 
     def start_engine(
-        *encoders: FakeEncoder, load: Callable[[], object] = lambda: None, wait: bool = True
+        *encoders: FakeEncoder,
+        load: Callable[[], object] = lambda: None,
+        wait: bool = True,
+        metrics: Metrics | None = None,
     ) -> Engine:
         group = fake_replicas(*(encoders or (FakeEncoder(),)), load=load)
-        engine = make_engine(lambda: group, registry)
+        engine = make_engine(lambda: group, registry, metrics)
         running.append((engine, group))
         engine.start()
         if wait:
@@ -108,6 +113,35 @@ def test_it_is_alive_but_not_ready_while_loading(start: Start, gate: threading.E
     assert engine.encoder.fingerprint == "f" * 64
 
 
+class SlowInfo(Metrics):
+    """Says what was loaded once the gate is open."""
+
+    def __init__(self, registry: CollectorRegistry, gate: threading.Event) -> None:
+        super().__init__(registry, ())
+        self.is_asked = threading.Event()
+        self._gate = gate
+
+    def set_info(self, *, model: str, fingerprint: str, dtype: str, attn_backend: str, version: str) -> None:
+        self.is_asked.set()
+        self._gate.wait()
+
+
+def test_no_request_is_taken_before_it_is_ready(
+    start: Start, registry: CollectorRegistry, gate: threading.Event
+) -> None:
+    metrics = SlowInfo(registry, gate)
+    has_started = threading.Event()
+    engine = start(load=has_started.wait, wait=False, metrics=metrics)
+    has_started.set()
+    assert metrics.is_asked.wait(10)
+    assert engine.state is State.LOADING
+    for check in (engine.check_ready, engine.check_room, engine.check_loaded, lambda: admit(engine)):
+        assert code_of(check) == "not_ready"
+    gate.set()
+    eventually(lambda: engine.state is State.READY)
+    admit(engine)
+
+
 def test_ready_is_a_metric(start: Start, gate: threading.Event, registry: CollectorRegistry) -> None:
     engine = start(load=gate.wait, wait=False)
     assert registry.get_sample_value("vision_sidecar_ready") == 0
@@ -143,7 +177,7 @@ def test_batches_are_counted_even_if_nobody_waits(
 ) -> None:
     engine = start()
     ticket = put(callers, engine, 3)
-    eventually(lambda: engine.idle)
+    eventually(lambda: engine.is_idle)
     assert registry.get_sample_value("vision_sidecar_images_total") == 3
     assert registry.get_sample_value("vision_sidecar_image_tokens_total") == 12
     misses = {"device": "fake", "reason": "disabled"}
@@ -216,7 +250,7 @@ def test_a_device_that_has_work_and_finishes_none_is_given_up(
     assert code_of_error(error) == "device_failed"
     assert code_of(engine.check_alive) == "device_failed"
     assert registry.get_sample_value("vision_sidecar_device_up", {"device": "fake"}) == 0
-    assert engine.idle
+    assert engine.is_idle
     assert engine.close() is False  # its thread can only end with the process
 
 
@@ -320,9 +354,9 @@ def test_draining_refuses_newcomers_and_keeps_who_is_in(start: Start, callers: C
         engine.drain()
         assert code_of(engine.check_ready) == code_of(lambda: admit(engine)) == "draining"
         engine.check_alive()
-        assert not engine.idle
+        assert not engine.is_idle
         assert len(callers.outcome(put(callers, engine))) == 1
-    eventually(lambda: engine.idle)
+    eventually(lambda: engine.is_idle)
 
 
 def test_loading_that_ends_while_draining_does_not_make_it_ready(start: Start, gate: threading.Event) -> None:
@@ -355,7 +389,7 @@ def test_a_batch_on_the_device_keeps_it_from_closing(
         tickets.append(put(callers, engine))
         eventually(lambda: engine.batcher.waiting_images == 0)
     abandoned = put(callers, engine)
-    assert not engine.idle
+    assert not engine.is_idle
     assert engine.close() is False
     for ticket in (abandoned, tickets[0]):
         engine.batcher.leave(ticket)
@@ -363,7 +397,7 @@ def test_a_batch_on_the_device_keeps_it_from_closing(
     assert engine.close() is False  # one is still on the device, though nobody waits for it
     gate.set()
     assert len(callers.outcome(tickets[1])) == 1
-    eventually(lambda: engine.idle)
+    eventually(lambda: engine.is_idle)
     assert engine.close() is True
 
 
@@ -417,17 +451,66 @@ def test_one_replica_that_cannot_be_loaded_fails_the_engine_once(
     assert [record.getMessage() for record in caplog.records] == ["cannot load model m: no memory"]
 
 
-def test_devices_that_are_not_here_are_a_failure_in_one_line(
-    registry: CollectorRegistry, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("error", "has_trace"),
+    [(ModelError("this process sees 1 CUDA device"), False), (RuntimeError("no driver"), True)],
+)
+def test_a_start_that_fails_is_a_failure_in_one_line(
+    registry: CollectorRegistry, error: Exception, has_trace: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def too_few() -> ReplicaGroup:
-        raise ModelError("data_parallel_size 2 needs as many CUDA devices, and this process sees 1")
+    def fail() -> ReplicaGroup:
+        raise error
 
-    engine = make_engine(too_few, registry)
+    engine = make_engine(fail, registry)
     engine.start()
     assert engine.state is State.FAILED
     assert engine.close() is True
-    assert [record.exc_info for record in caplog.records] == [None]
+    [record] = caplog.records
+    assert record.getMessage() == f"cannot load model m: {error}"
+    assert (record.exc_info is not None) == has_trace
+
+
+@pytest.mark.parametrize("fact", ["graphs", "fingerprint"])  # of one replica, of the whole model
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_a_model_that_cannot_be_told_of_is_a_failure(
+    start: Start, fact: str, num_replicas: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    encoders = [FakeEncoder() for _ in range(num_replicas)]
+    for encoder in encoders:
+        delattr(encoder, fact)
+    engine = start(*encoders)
+    assert engine.state is State.FAILED
+    assert code_of(engine.check_alive) == "device_failed"
+    [record] = caplog.records
+    assert record.getMessage().startswith("cannot load model m: ")
+    assert record.exc_info is not None
+    eventually(engine.close)  # none is taken for loading any more
+
+
+def test_a_watch_that_fails_is_a_failure_and_one_that_is_cancelled_is_none(
+    start: Start, callers: Callers, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start()
+
+    async def end(error: Exception | None) -> None:
+        async def watch() -> None:
+            await asyncio.sleep(10 if error is None else 0)
+            assert error is not None
+            raise error
+
+        watching = asyncio.create_task(watch())
+        watching.add_done_callback(engine.on_watch_ended)
+        if error is None:
+            watching.cancel()
+        await asyncio.wait([watching])
+
+    callers.runner.run(end(None))
+    engine.check_alive()
+    callers.runner.run(end(RuntimeError("no clock")))
+    assert code_of(engine.check_alive) == "device_failed"
+    [record] = caplog.records
+    assert (record.levelname, record.getMessage()) == ("CRITICAL", "cannot watch the devices: no clock")
+    assert record.exc_info is not None
 
 
 def test_one_lost_device_of_two_ends_the_engine(
@@ -444,11 +527,11 @@ def test_one_lost_device_of_two_ends_the_engine(
     lost = [ticket for ticket in tickets if ticket.ended]
     assert {code_of_error(callers.error(ticket)) for ticket in lost} == {"device_failed"}
     kept = [ticket for ticket in tickets if not ticket.ended] + [put(callers, engine)]
-    assert not engine.idle
+    assert not engine.is_idle
     gate.set()
     for ticket in kept:
         assert len(callers.outcome(ticket)) == 1
-    eventually(lambda: engine.idle)
+    eventually(lambda: engine.is_idle)
     for device, up in zip(DEVICES, (1, 0), strict=True):
         assert registry.get_sample_value("vision_sidecar_device_up", {"device": device}) == up
     assert engine.close() is False  # the lost device is left alone

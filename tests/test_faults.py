@@ -309,7 +309,7 @@ def test_a_launching_thread_that_is_killed_is_a_lost_device(
     served = serve(*(FakeEncoder(slowly) for _ in range(num_devices)))
     first = requests(10)
     check_answered(asyncio.run(call_all(served.port, first)), first)
-    eventually(lambda: served.engine.idle)
+    eventually(lambda: served.engine.is_idle)
     upload = HeldUpload(served.port)
     served.wait_until_in_flight(1)
     kill("replica-fake_0" if num_devices == 1 else "replica-fake:0_0")  # which waits for a batch
@@ -324,7 +324,7 @@ def test_a_finishing_thread_that_is_killed_makes_a_stuck_device(
     served = serve(FakeEncoder(slowly), device_timeout_s=1)
     [first] = asyncio.run(call_all(served.port, [[9]]))
     assert first.status == 200
-    eventually(lambda: served.engine.idle)
+    eventually(lambda: served.engine.is_idle)
     upload = HeldUpload(served.port)
     served.wait_until_in_flight(1)
     kill("results-fake_0")

@@ -31,11 +31,17 @@ ROOT = Path(__file__).parent.parent
 class Running:
     """A server in a thread of its own, with a client that keeps its connections."""
 
-    def __init__(self, settings: Settings, *encoders: FakeEncoder) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *encoders: FakeEncoder,
+        load: Callable[[], object] = lambda: None,
+        wait: bool = True,
+    ) -> None:
         app = create_app(
             settings,
             registry=CollectorRegistry(),
-            start_replicas=lambda settings: fake_replicas(*encoders),
+            start_replicas=lambda settings: fake_replicas(*encoders, load=load),
         )
         self.engine: Engine = app.state.engine
         self._listener = listen("127.0.0.1", 0)
@@ -45,7 +51,8 @@ class Running:
         self._thread.start()
         self.client = httpx.Client(base_url=self.url, timeout=20)
         self._threads = ThreadPoolExecutor(8)
-        eventually(lambda: self.engine.state is not State.LOADING)
+        if wait:
+            eventually(lambda: self.engine.state is not State.LOADING)
 
     def embed(self) -> httpx.Response:
         return self.client.post("/embed", content=encode_image(), headers={"content-type": "image/png"})
@@ -78,8 +85,14 @@ Start = Callable[..., Running]
 def start(settings: Settings) -> Iterator[Start]:
     running: list[Running] = []
 
-    def start_server(*encoders: FakeEncoder, **changes: float) -> Running:
-        running.append(Running(only(settings, **changes), *(encoders or (FakeEncoder(),))))
+    def start_server(
+        *encoders: FakeEncoder,
+        load: Callable[[], object] = lambda: None,
+        wait: bool = True,
+        **changes: float,
+    ) -> Running:
+        fakes = encoders or (FakeEncoder(),)
+        running.append(Running(only(settings, **changes), *fakes, load=load, wait=wait))
         return running[-1]
 
     yield start_server
@@ -142,6 +155,22 @@ def test_without_a_delay_newcomers_are_refused_at_once(start: Start, gate: threa
     gate.set()
     assert first().status_code == 200
     assert server.has_ended()
+
+
+def test_while_it_loads_there_is_no_delay(start: Start, gate: threading.Event) -> None:
+    server = start(load=gate.wait, wait=False, shutdown_delay_s=15)
+    assert server.client.get("/healthz").status_code == 200
+    assert failed_code(server.client.get("/readyz")) == (503, "not_ready")
+    server.stop()
+    assert server.has_ended()
+    assert server.engine.state is State.DRAINING
+
+
+def test_a_watch_that_fails_ends_the_server(settings: Settings) -> None:
+    server = Running(settings.model_copy(update={"device_timeout_s": "none"}), FakeEncoder())
+    assert server.has_ended()
+    assert server.engine.state is State.FAILED
+    server.close()
 
 
 def test_a_stuck_device_is_told_to_callers_and_probes_and_ends_the_server(
