@@ -274,12 +274,7 @@ class EncoderCudaGraphManager(Generic[Batch]):
                 self._run_eagerly(part, indices, consume, counts, "disabled")
                 continue
             graph = self.graphs[budget]
-            try:
-                self._load(part, Buffers(graph.input_buffer, graph.metadata_buffers))
-            except Exception as error:
-                if isinstance(error, torch.AcceleratorError):
-                    raise  # the device itself
-                logger.warning("a batch of %d images runs eagerly: %s", len(indices), error)
+            if not self._loaded(part, graph, len(indices)):
                 begin()
                 self._run_eagerly(part, indices, consume, counts, "error")
                 continue
@@ -314,6 +309,18 @@ class EncoderCudaGraphManager(Generic[Batch]):
         if len(indices) == num_items and list(indices) == sorted(indices):
             return batch
         return self.model.select_encoder_cudagraph_items(batch, indices)
+
+    def _loaded(self, batch: Batch, graph: BudgetGraphMetadata, num_images: int) -> bool:
+        """Whether the batch is in the graph's buffers. What a failed attempt allocated is free again."""
+        try:
+            self._load(batch, Buffers(graph.input_buffer, graph.metadata_buffers))
+        except torch.AcceleratorError:
+            raise  # the device itself
+        except Exception as error:
+            # As text: who keeps the record would keep the error's frames.
+            logger.warning("a batch of %d images runs eagerly: %s", num_images, str(error))
+            return False
+        return True
 
     def _replay(self, graph: BudgetGraphMetadata, num_tokens: int) -> torch.Tensor:
         """The first tokens of the graph's output, after it ran on what was loaded."""

@@ -50,7 +50,7 @@ class BatchStats:
 class BatchResult:
     """The embeddings of one batch, in its order, on the host."""
 
-    embeddings: tuple[torch.Tensor, ...]  # each [hidden] if pooled, else [tokens, width]
+    embeddings: tuple[torch.Tensor, ...]  # [hidden] if pooled, else [tokens, width] in its own storage
     stats: tuple[BatchStats, ...]  # one of each device that took part
     started_at: float  # time.perf_counter() when the device thread took the batch up
     finished_at: float  # time.perf_counter() when the results were on the host

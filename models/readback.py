@@ -69,6 +69,17 @@ def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
     return on_host.to(device, non_blocking=True)
 
 
+def _copies(part: Part) -> tuple[torch.Tensor, ...]:
+    """Out of pinned memory, which the device needs again, and ordinary tensors on every device.
+
+    Tokens get a storage for each image, so that one answer does not keep the memory of all; vectors, which
+    are small, share theirs.
+    """
+    if part.lengths is None:
+        return part.rows.clone().unbind(0)
+    return tuple(rows.clone() for rows in part.rows.split(part.lengths))
+
+
 class RunningBatch:
     """A batch that was launched. One thread launches it, the same or another waits for it."""
 
@@ -120,10 +131,7 @@ class RunningBatch:
         """The results, after `wait_for_device`."""
         embeddings: dict[int, torch.Tensor] = {}
         for part in self._parts:
-            # Out of pinned memory, which the device needs again, and an ordinary tensor on every device.
-            rows = part.rows.clone()
-            results = rows.unbind(0) if part.lengths is None else rows.split(part.lengths)
-            embeddings.update(zip(part.indices, results, strict=True))
+            embeddings.update(zip(part.indices, _copies(part), strict=True))
         self._parts.clear()
         return BatchResult(
             tuple(embeddings[index] for index in range(self._num_images)),

@@ -8,6 +8,7 @@ launched while one runs. Knows nothing of requests.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -78,7 +79,7 @@ class Replica:
             if future.set_running_or_notify_cancel():
                 running = self.ready.result().launch(items)
         except BaseException as error:
-            future.set_exception(self._blamed(error))
+            self._fail(future, error)
         if running is None:
             self._places.release()
         else:
@@ -92,15 +93,20 @@ class Replica:
                 self._places.release()  # the device has room for the next batch while results are collected
             result = running.collect()
         except BaseException as error:
-            future.set_exception(self._blamed(error))
+            self._fail(future, error)
         else:
             stats = tuple(replace(stats, device=self.name) for stats in result.stats)
             future.set_result(replace(result, stats=stats))
 
+    def _fail(self, future: Future[BatchResult], error: BaseException) -> None:
+        """Ends a batch with what its launch or its end raised, which goes on to others without its locals."""
+        if self.ready.exception() is None:  # else it is the error of loading, whose frames may be in use
+            _clear_locals(error)
+            error = self._blamed(error)
+        future.set_exception(error)
+
     def _blamed(self, error: BaseException) -> BaseException:
         """`DeviceError` for a fault of the device, which libraries may have raised as something else."""
-        if self.ready.exception() is not None:
-            return error  # of loading
         try:
             self.ready.result().check_device()
         except torch.AcceleratorError as fault:
@@ -111,6 +117,20 @@ class Replica:
         """Ends the threads once all that was submitted has finished."""
         self._launcher.shutdown(wait=True)
         self._finisher.shutdown(wait=True)
+
+
+def _clear_locals(error: BaseException) -> None:
+    """Lets go of what a failed step allocated, which the images' next attempt needs.
+
+    The frame that caught the error holds the batch's future, and so the error itself: it is left out.
+    """
+    chain = [error]
+    for link in chain:
+        traceback.clear_frames(link.__traceback__)
+        others = (link.__cause__, link.__context__)
+        chain.extend(other for other in others if other is not None and other not in chain)
+    if error.__traceback__ is not None:
+        error.__traceback__ = error.__traceback__.tb_next
 
 
 class ReplicaGroup:

@@ -13,12 +13,16 @@ from starlette.types import Message, Receive
 def watch(receive: Receive, on_left: Callable[[], None]) -> Iterator[None]:
     """Calls `on_left` once the caller closes the connection, until the block ends. The body has been read.
 
+    A caller of whom nothing can be received any more has left.
+
     One waiting task, because `Request.is_disconnected` opens and cancels a scope at every call, which costs
     more than all else that is done for a small image on the event loop.
     """
 
     def received(message: asyncio.Future[Message]) -> None:
-        if not message.cancelled() and message.result()["type"] == "http.disconnect":
+        if message.cancelled():
+            return
+        if message.exception() is not None or message.result()["type"] == "http.disconnect":
             on_left()
 
     message = asyncio.ensure_future(_receive(receive))

@@ -85,7 +85,9 @@ class Metrics:
         self._inflight_bytes = make.gauge(
             "inflight_bytes", "Bytes of request bodies and fetched images in memory."
         )
-        self.requests_in_flight = make.gauge("requests_in_flight", "Requests being answered.")
+        self.requests_in_flight = make.gauge(
+            "requests_in_flight", "Requests being answered, the scrape itself among them."
+        )
         self.ready = make.gauge("ready", "1 while the server takes requests, else 0.")
         self._info = make.gauge(
             "info", "What is served; always 1.", "model", "fingerprint", "dtype", "attn_backend", "version"

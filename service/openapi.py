@@ -9,11 +9,10 @@ from service.schemas import EmbedResponse, ErrorResponse, VllmResponse
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
 
-_STATUS_TEXTS = {
+STATUS_TEXTS = {
     400: "Not an image or a truncated one, malformed JSON or base64, options that cannot apply, "
     "an image URL that is refused or that answered 4xx",
     404: "No such path or model",
-    405: "The path does not take this method",
     406: "The Accept header allows no format that is served",
     408: "The body took too long to arrive",
     413: "Over a limit: bytes, pixels, images or tokens",
@@ -36,7 +35,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {
         status: {
             "model": ErrorResponse,
-            "description": _STATUS_TEXTS[status],
+            "description": STATUS_TEXTS[status],
             **({"headers": _RETRY_AFTER} if status in (429, 503) else {}),
         }
         for status in statuses

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import threading
 import time
@@ -48,6 +49,15 @@ CONFIG = PreprocessConfig(
 HIDDEN_SIZE = 4
 NUM_DEEPSTACK = 2
 FINGERPRINT = "f" * 64
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    """What is in a cycle stays, so that a test sees it."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @dataclass

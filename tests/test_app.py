@@ -30,7 +30,7 @@ from service.engine import State
 from service.errors import ERROR_CODES
 from service.images import ImageLimits, read_header
 from service.metrics import MISS_REASONS
-from service.openapi import PIXEL
+from service.openapi import PIXEL, STATUS_TEXTS
 from service.options import MEDIA_TYPES, OPTION_NAMES
 from service.preparation import Preparation
 from service.routes import docs
@@ -550,6 +550,8 @@ def test_openapi_describes_every_route_option_and_error(service: Service) -> Non
     )
     operations = [operation for path in schema["paths"].values() for operation in path.values()]
     assert all(operation["summary"] for operation in operations)
+    statuses = {status for operation in operations for status in operation["responses"]}
+    assert {str(status) for status in STATUS_TEXTS} == statuses - {"200"}
 
 
 def test_docs_are_made_at_start_and_not_at_a_request(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -216,6 +217,38 @@ def test_an_error_before_the_launch_falls_back_to_an_eager_run(
     model.fault = None
     check(graphs, images(3, 3))
     assert graphs.counts.hits == 2
+
+
+class Filling(SumEncoder):
+    """Allocates something before it fails to fill the buffers, and notes whether it is there eagerly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[weakref.ref[torch.Tensor]] = []
+        self.alive: list[bool] = []
+        self.fails = False
+
+    def prepare_encoder_cudagraph_replay_buffers(
+        self, batch: list[list[float]], buffers: HostBuffers
+    ) -> None:
+        activations = torch.zeros(4)
+        self.allocated.append(weakref.ref(activations))
+        if self.fails:
+            raise torch.OutOfMemoryError("no memory")
+        super().prepare_encoder_cudagraph_replay_buffers(batch, buffers)
+
+    def encoder_eager_forward(self, batch: list[list[float]]) -> torch.Tensor:
+        self.alive.append(any(tensor() is not None for tensor in self.allocated))
+        return super().encoder_eager_forward(batch)
+
+
+def test_an_eager_run_does_not_find_what_the_failed_load_allocated(no_collection: None) -> None:
+    model = Filling()
+    graphs = manager(model, token_budgets=(4, 20))
+    model.alive.clear()
+    model.fails = True
+    check(graphs, images(3, 3))
+    assert model.alive == [False]
 
 
 def test_a_fault_of_the_device_is_raised() -> None:

@@ -113,6 +113,16 @@ def test_what_was_launched_is_there_once_waited_for(demo: VisionEncoder) -> None
         assert relative_error(batch.wait().embeddings[0], tokens) < 1e-6
 
 
+@pytest.mark.parametrize("deepstack", [True, False])
+def test_an_images_tokens_do_not_keep_the_memory_of_its_neighbours(
+    demo: VisionEncoder, deepstack: bool
+) -> None:
+    items = [EncodeItem(patches, OutputSpec(deepstack=deepstack)) for patches in images(demo)]
+    for tokens in demo.run(items).embeddings:
+        assert tokens.is_contiguous()
+        assert tokens.untyped_storage().nbytes() == tokens.nbytes
+
+
 @pytest.mark.parametrize(
     "change",
     [

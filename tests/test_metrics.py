@@ -101,6 +101,11 @@ def test_using_the_metrics_adds_no_series(board: Board) -> None:
     assert board.series() == before
 
 
+def test_the_help_of_requests_in_flight_says_that_the_scrape_counts(board: Board) -> None:
+    [gauge] = [family for family in board.registry.collect() if family.name == P + "requests_in_flight"]
+    assert "the scrape itself" in gauge.documentation
+
+
 def test_names_are_those_of_the_contract(board: Board) -> None:
     board.metrics.add_device("cpu")
     board.metrics.set_info(model="m", fingerprint="f", dtype="d", attn_backend="a", version="v")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import threading
 import time
+import traceback
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -209,6 +212,77 @@ def test_an_error_in_one_batch_leaves_the_next_alone(step: str, make: Make) -> N
             future.result(10)
     setattr(encoder, step, None)
     assert numbers(replica.submit([image(1)]).result(10)) == [1]
+
+
+class OutOfMemory(Encoder):
+    """Fails over more than one image, and notes how many tensors of failed ones are left."""
+
+    def __init__(self, *, chained: bool) -> None:
+        super().__init__()
+        self._chained = chained
+        self._allocated: list[weakref.ref[torch.Tensor]] = []
+        self.alive: list[int] = []
+
+    def launch(self, items: Sequence[EncodeItem]) -> Any:
+        self.alive.append(sum(tensor() is not None for tensor in self._allocated))
+        if len(items) == 1:
+            return super().launch(items)
+        if not self._chained:
+            self._forward()
+        try:
+            self._forward()
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError("a library's own words") from error
+
+    def _forward(self) -> None:
+        activations = torch.zeros(4)
+        self._allocated.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError("no memory")
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_images_run_again_without_what_the_failed_batch_allocated(
+    chained: bool, make: Make, no_collection: None
+) -> None:
+    encoder, batches = OutOfMemory(chained=chained), Batches()
+    serving = make(encoder).serve(batches.take)
+    failed = batches.put(image(1), image(2))  # held, as the error is, until all is over
+    assert isinstance(failed.exception(10), RuntimeError)
+    for number in (1, 2):
+        assert numbers(batches.put(image(number)).result(10)) == [number]
+    batches.end()
+    serving.result(10)
+    assert encoder.alive == [0, 0, 0]
+
+
+@pytest.mark.parametrize("step", ["launch", "end"])
+def test_the_error_of_a_batch_does_not_hold_its_future(step: str, make: Make, no_collection: None) -> None:
+    error = ValueError("odd grid")
+    encoder = Encoder(**{"fail_launch" if step == "launch" else "fail_wait": error})
+    future = make(encoder).submit([image(0)])
+    assert future.exception(10) is error
+    frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__)]
+    assert frames == ["launch" if step == "launch" else "wait_for_device"]
+
+
+def test_the_error_of_loading_leaves_alone_who_else_waits_for_it() -> None:
+    """`clear_frames` would end a coroutine that has caught the error and goes on."""
+
+    def load() -> VisionEncoder:
+        raise ModelError("no such model")
+
+    async def wait_and_go_on() -> BaseException | None:
+        try:
+            await asyncio.wrap_future(replica.ready)
+        except ModelError:
+            batch = asyncio.wrap_future(replica.submit([image(0)]))
+            await asyncio.wait([batch])
+            return batch.exception()
+        return None
+
+    replica = Replica("cpu", load)
+    assert isinstance(asyncio.run(asyncio.wait_for(wait_and_go_on(), 10)), ModelError)
+    replica.close()
 
 
 @pytest.mark.parametrize("step", ["fail_launch", "fail_wait"])

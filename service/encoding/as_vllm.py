@@ -54,10 +54,9 @@ def _file(tokens: torch.Tensor) -> list[bytes]:
     """base64 of a torch file for bfloat16, which `.npy` lacks, and of a `.npy` file for other types."""
     writer = Base64Writer()
     if tokens.dtype == torch.bfloat16:
-        # The file holds the whole storage, so that of a slice would hold the neighbours' rows too.
-        is_slice = tokens.untyped_storage().nbytes() != tokens.nbytes
-        # torch asks for nothing of a file but to be written and flushed.
-        torch.save(tokens.clone() if is_slice else tokens, cast(IO[bytes], writer))
+        # The file holds the whole storage, which no other image shares. torch asks for nothing of a file but
+        # to be written and flushed.
+        torch.save(tokens, cast(IO[bytes], writer))
     else:
         for piece in npy_file(little_endian(tokens)):
             writer.write(piece)
