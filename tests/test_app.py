@@ -362,7 +362,7 @@ def test_a_failed_request_leaves_no_image_behind(num_images: int, service: Servi
     broken = encode_image()[:-40]
 
     def left_behind() -> int:
-        return sum(isinstance(thing, Preparation) for thing in gc.get_objects())
+        return sum(type(thing) is Preparation for thing in gc.get_objects())
 
     gc.collect()
     before = left_behind()

@@ -626,7 +626,7 @@ def test_who_gives_up_takes_their_files_along(settings: Settings, gate: threadin
             try:
                 with pytest.raises(ApiError):
                     await pipeline.embed(Request(exchange.scope, exchange.receive))
-                held.extend(thing for thing in gc.get_objects() if isinstance(thing, Preparation))
+                held.extend(thing for thing in gc.get_objects() if type(thing) is Preparation)
             finally:
                 gate.set()
 
