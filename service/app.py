@@ -19,7 +19,6 @@ from starlette.exceptions import HTTPException
 
 from models import ReplicaGroup
 from service.admission import ByteBudget
-from service.batcher import QueueLimits
 from service.engine import Engine
 from service.fetch import Fetcher, make_fetcher
 from service.guard import GuardMiddleware
@@ -27,6 +26,7 @@ from service.keys import KeyMiddleware
 from service.metrics import Metrics
 from service.middleware import RequestMiddleware, raise_api_error
 from service.pipeline import Pipeline
+from service.queued import QueueLimits
 from service.replicas import load_replicas
 from service.routes import docs, embed, embeddings, info, metrics, probes
 from service.routes.route import RawRoute

@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 
 from models import BatchResult, BatchStats, DeviceError, EncodeItem
@@ -26,63 +25,12 @@ from service.errors import (
     Unavailable,
     image_param,
 )
+from service.queued import Device, Entry, QueueLimits
 from service.ticket import Abandoned, Ticket, settle
 
 logger = logging.getLogger(__name__)
 
 _MIN_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 1, 10
-_RATE_MEMORY = 0.9  # weight of the past in a device's average rate, for each batch
-
-
-@dataclass(frozen=True)
-class QueueLimits:
-    """In image tokens, and seconds."""
-
-    max_batch_tokens: int
-    max_queue_tokens: int  # for each device
-    max_wait_s: float = 0.0  # for more images, while a batch is not full
-
-
-@dataclass(frozen=True, eq=False)
-class _Entry:
-    """One image of a request."""
-
-    ticket: Ticket
-    index: int
-    item: EncodeItem
-    is_retry: bool = False  # its batch failed: it runs alone, and its tokens are not reserved any more
-
-    @property
-    def num_tokens(self) -> int:
-        return self.item.patches.num_tokens
-
-
-class _Device:
-    """What one device has to do, and when it last got on."""
-
-    def __init__(self) -> None:
-        self.batches: dict[Future[BatchResult], Sequence[_Entry]] = {}
-        self.got_on_at = 0.0
-        self.tokens_per_s = 0.0
-        self.is_waiting = False  # in `take`
-        self.is_lost = False
-
-    @property
-    def is_idle(self) -> bool:
-        return self.is_waiting and not self.batches and not self.is_lost
-
-    def started(self, batch: Future[BatchResult], entries: Sequence[_Entry]) -> None:
-        if not self.batches:
-            self.got_on_at = time.perf_counter()
-        self.batches[batch] = entries
-
-    def finished(self, batch: Future[BatchResult]) -> Sequence[_Entry]:
-        """The images of the batch."""
-        entries, now = self.batches.pop(batch), time.perf_counter()
-        rate = sum(entry.num_tokens for entry in entries) / max(1e-6, now - self.got_on_at)
-        self.tokens_per_s = _RATE_MEMORY * (self.tokens_per_s or rate) + (1 - _RATE_MEMORY) * rate
-        self.got_on_at = now
-        return entries
 
 
 class Batcher:
@@ -99,9 +47,9 @@ class Batcher:
         self._observe = observe
         self._on_lost = on_lost
         self._changed = threading.Condition(threading.Lock())
-        self._waiting: OrderedDict[_Entry, None] = OrderedDict()
-        self._entries: dict[Ticket, list[_Entry]] = {}  # of requests that were queued and have not ended
-        self._devices: dict[str, _Device] = {}
+        self._waiting: OrderedDict[Entry, None] = OrderedDict()
+        self._entries: dict[Ticket, list[Entry]] = {}  # of requests that were queued and have not ended
+        self._devices: dict[str, Device] = {}
         self._waiting_tokens = 0
         self._is_closed = False
         self.reserved_tokens = 0  # admitted, and not taken by a device yet
@@ -162,7 +110,7 @@ class Batcher:
                 self._end(ticket, _device_failed())
                 return
             ticket.queued(len(items), time.perf_counter())
-            entries = [_Entry(ticket, index, item) for index, item in enumerate(items)]
+            entries = [Entry(ticket, index, item) for index, item in enumerate(items)]
             self._entries[ticket] = entries
             for entry in entries:
                 self._waiting[entry] = None
@@ -183,7 +131,7 @@ class Batcher:
 
     def add_device(self, name: str) -> None:
         """One more device will take batches; the queue grows by its share."""
-        self._devices[name] = _Device()
+        self._devices[name] = Device()
 
     def take(self, name: str) -> tuple[Sequence[EncodeItem], Future[BatchResult]] | None:
         """The next batch for a device that has a place for one; waits until there is one. None: no more."""
@@ -260,7 +208,7 @@ class Batcher:
     def _has_lost_all(self) -> bool:
         return bool(self._devices) and all(device.is_lost for device in self._devices.values())
 
-    def _next_batch(self, device: _Device) -> list[_Entry]:
+    def _next_batch(self, device: Device) -> list[Entry]:
         """What the device should run now: nothing where it is busy and another one idle."""
         idle = sum(other.is_idle for other in self._devices.values() if other is not device)
         if device.batches and idle:
@@ -277,9 +225,9 @@ class Batcher:
         rest = queued_at + self._limits.max_wait_s - time.perf_counter()
         return rest if rest > 0 else None
 
-    def _pop(self, max_tokens: int) -> list[_Entry]:
+    def _pop(self, max_tokens: int) -> list[Entry]:
         """Images from the front, one at least. Requests whose deadline has passed are ended on the way."""
-        entries: list[_Entry] = []
+        entries: list[Entry] = []
         num_tokens, now = 0, time.perf_counter()
         while self._waiting:
             entry = next(iter(self._waiting))
@@ -296,14 +244,14 @@ class Batcher:
             entries.append(entry)
         return entries
 
-    def _remove(self, entry: _Entry) -> None:
+    def _remove(self, entry: Entry) -> None:
         del self._waiting[entry]
         self._waiting_tokens -= entry.num_tokens
         if not entry.is_retry:
             self.reserved_tokens -= entry.num_tokens
             entry.ticket.reserved_tokens -= entry.num_tokens
 
-    def _take_back(self, device: _Device, batch: Future[BatchResult], error: BaseException | None) -> None:
+    def _take_back(self, device: Device, batch: Future[BatchResult], error: BaseException | None) -> None:
         if device.is_lost:
             return  # its batches were given up before
         entries = device.finished(batch)
@@ -314,7 +262,7 @@ class Batcher:
         else:
             self._retry(entries, error)
 
-    def _hand_out(self, entries: Sequence[_Entry], result: BatchResult) -> None:
+    def _hand_out(self, entries: Sequence[Entry], result: BatchResult) -> None:
         complete: list[Ticket] = []
         for entry, embedding in zip(entries, result.embeddings, strict=True):
             if not entry.ticket.ended and entry.ticket.received(entry.index, embedding, result.finished_at):
@@ -322,13 +270,13 @@ class Batcher:
                 complete.append(entry.ticket)
         settle(complete)
 
-    def _retry(self, entries: Sequence[_Entry], error: BaseException) -> None:
+    def _retry(self, entries: Sequence[Entry], error: BaseException) -> None:
         """Images of a batch that failed go back to the front, to be run one by one."""
         logger.info("a batch of %d images failed and is run again one by one: %r", len(entries), error)
         for entry in reversed(entries):
             ticket = entry.ticket
             if not ticket.ended:
-                again = _Entry(ticket, entry.index, entry.item, is_retry=True)
+                again = Entry(ticket, entry.index, entry.item, is_retry=True)
                 self._entries[ticket].append(again)
                 self._waiting[again] = None
                 self._waiting.move_to_end(again, last=False)

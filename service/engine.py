@@ -17,10 +17,11 @@ from enum import Enum
 from functools import partial
 
 from models import DeviceError, ModelError, Replica, ReplicaGroup, VisionEncoder
-from service.batcher import Batcher, QueueLimits
+from service.batcher import Batcher
 from service.dtypes import dtype_name
 from service.errors import Unavailable
 from service.metrics import Metrics
+from service.queued import QueueLimits
 
 logger = logging.getLogger(__name__)
 

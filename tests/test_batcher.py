@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from models import BatchResult, BatchStats, DeviceError, EncodeItem
-from service.batcher import Batcher, QueueLimits
+from service.batcher import Batcher
 from service.errors import (
     ApiError,
     DeadlineExceeded,
@@ -30,6 +30,7 @@ from service.errors import (
     TooManyRequests,
     Unavailable,
 )
+from service.queued import QueueLimits
 from service.ticket import Abandoned, Ticket
 from tests.queueing import Callers, eventually, item, value_of
 

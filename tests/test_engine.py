@@ -13,11 +13,11 @@ from prometheus_client import CollectorRegistry
 
 from models import EncodeItem, ModelError, Replica, ReplicaGroup
 from models.replica import MAX_LAUNCHED, Take
-from service.batcher import QueueLimits
 from service.dtypes import dtype_name
 from service.engine import Engine, State
 from service.errors import ApiError, BadRequest, InternalError, Unavailable
 from service.metrics import Metrics
+from service.queued import QueueLimits
 from service.ticket import Ticket
 from tests.conftest import FakeEncoder, FakeGraphs, fake_replicas
 from tests.queueing import Callers, eventually, item

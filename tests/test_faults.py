@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from models import DeviceError, EncodeItem, OutputSpec, Preprocessor
-from service.batcher import Batcher, QueueLimits
+from service.batcher import Batcher
 from service.engine import State
+from service.queued import QueueLimits
 from service.settings import Settings
 from service.ticket import Ticket
 from tests.conftest import CONFIG, FakeEncoder, FakeRunning

@@ -22,13 +22,14 @@ from starlette.types import Message
 
 from models import EncodeItem, Patches, Preprocessor, Replica, VisionEncoder
 from service.admission import ByteBudget
-from service.batcher import Batcher, QueueLimits
+from service.batcher import Batcher
 from service.context import RequestContext
 from service.encoding import Answer
 from service.errors import ApiError
 from service.fetch import make_fetcher
 from service.pipeline import Pipeline
 from service.preparation import Preparation
+from service.queued import QueueLimits
 from service.settings import Settings
 from tests.conftest import CONFIG, FakeEncoder, FakeRunning, encode_image, known_embedding, only
 

@@ -11,11 +11,12 @@ import numpy.typing as npt
 import pytest
 
 from models import EncodeItem, Patches, Preprocessor, VisionEncoder
-from service.batcher import Batcher, QueueLimits
+from service.batcher import Batcher
 from service.errors import ApiError
 from service.images import ImageLimits
 from service.options import resolve_options
 from service.preparation import Preparation, Preparer
+from service.queued import QueueLimits
 from service.ticket import Ticket
 from tests.conftest import CONFIG, FakeEncoder, encode_image
 from tests.queueing import Callers
