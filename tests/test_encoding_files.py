@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -225,11 +225,23 @@ def test_rows_that_are_not_contiguous_are_written_in_order() -> None:
         assert same_bits(read(body), tokens)
 
 
-def test_a_large_npy_is_the_tensors_own_memory() -> None:
+@pytest.mark.parametrize(
+    ("form", "read"), [("npy", from_npy), ("safetensors", lambda body: from_safetensors(body)[0])]
+)
+def test_a_large_file_is_the_tensors_own_memory(form: str, read: Callable[[bytes], torch.Tensor]) -> None:
+    """So that no copy is made, which would hold the interpreter lock meanwhile."""
     tokens = torch.zeros(1024, 512)
-    answer = encode(MODEL, options(format="npy", pooling="none"), IMAGES[1:], [tokens])
+    image = replace(IMAGES[1], num_tokens=1024)
+    answer = encode(MODEL, options(format=form, pooling="none"), [image], [tokens])
     tokens[0, 0] = 5.0
-    assert from_npy(b"".join(answer.body))[0, 0] == 5.0
+    assert read(b"".join(answer.body))[0, 0] == 5.0
+
+
+def test_the_numbers_of_a_safetensors_file_are_aligned() -> None:
+    vectors = [numbers(5), numbers(5)]
+    [body] = encode(MODEL, options(format="safetensors"), IMAGES, vectors).body
+    assert int.from_bytes(bytes(body)[:8], "little") % 8 == 0
+    assert same_bits(safetensors.torch.load(bytes(body))["embeddings"], torch.stack(vectors))
 
 
 @given(st.lists(st.binary(max_size=20)))
