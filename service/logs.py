@@ -35,4 +35,5 @@ def configure_logging(level: LogLevel, log_format: LogFormat) -> None:
     logging.basicConfig(level=max(ours, logging.WARNING), handlers=[handler])
     for name in ("service", "models"):
         logging.getLogger(name).setLevel(ours)
-    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # warns of every malformed body
+    for library in ("python_multipart", "PIL"):  # which complain of what callers send
+        logging.getLogger(library).setLevel(logging.CRITICAL)

@@ -70,7 +70,7 @@ Configure = Callable[[LogLevel, LogFormat], None]
 def configure() -> Iterator[Configure]:
     """Configures the log of a process that has none; all is as before at the end."""
     root = logging.getLogger()
-    loggers = [root, *map(logging.getLogger, ("service", "models", "python_multipart"))]
+    loggers = [root, *map(logging.getLogger, ("service", "models", "python_multipart", "PIL"))]
     levels, handlers = [logger.level for logger in loggers], root.handlers[:]
 
     def without_handlers(level: LogLevel, log_format: LogFormat) -> None:
@@ -100,6 +100,15 @@ def test_our_lines_are_written_from_the_level_on_and_those_of_libraries_as_warni
         ("models.x", "WARNING"),
         ("uvicorn.x", "WARNING"),
     ]
+
+
+@pytest.mark.parametrize("library", ["python_multipart.multipart", "PIL.TiffImagePlugin"])
+def test_what_libraries_say_of_what_callers_send_is_not_logged(
+    library: str, configure: Configure, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configure("info", "text")
+    logging.getLogger(library).error("more samples than can be decoded")
+    assert capsys.readouterr().err == ""
 
 
 def test_a_higher_level_holds_for_libraries_too(
