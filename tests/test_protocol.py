@@ -375,6 +375,24 @@ def test_a_body_that_has_come_is_no_reason_to_close() -> None:
     run(talk)
 
 
+@pytest.mark.parametrize(("path", "status"), [(b"/read", 100), (b"/", 413)])
+def test_a_body_is_asked_for_where_it_is_wanted(path: bytes, status: int) -> None:
+    """A client that expects 100 sends its body only then, and not where the answer is a refusal."""
+
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        head = b"POST %b HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n"
+        await connection.send(head % path)
+        first, _ = await connection.head()
+        assert first == status
+        if first == 100:
+            await connection.send(b"abc")
+            answer = await connection.answer()
+            assert (answer.status, answer.body) == (200, b"3")
+
+    run(talk)
+
+
 def test_what_follows_an_early_answer_is_read_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "LINGER_S", 0.5)
 
