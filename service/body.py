@@ -19,9 +19,9 @@ from service.embed_body import (
     join_images,
 )
 from service.errors import BadRequest, BodyTimeout, TooLarge, UnsupportedMedia
-from service.json_body import JsonForm
+from service.json_body import JsonForm, parse_json_body
 from service.multipart import MultipartForm
-from service.openai_body import OpenAIForm, ServedModel
+from service.openai_body import ServedModel, parse_openai_body
 
 _SERVED_TYPES = "image/*, application/octet-stream, multipart/form-data and application/json"
 _HINT = "for one image send its bytes: curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' URL"
@@ -59,7 +59,9 @@ async def read_openai_body(
         raise UnsupportedMedia(
             "the body must be JSON, with the Content-Type application/json", code="unsupported_content_type"
         )
-    return await _read(OpenAIForm(limits, served), content_length, chunks, limits, run_blocking)
+    return await _read(
+        JsonForm(parse_openai_body, limits, served), content_length, chunks, limits, run_blocking
+    )
 
 
 async def _read(
@@ -113,7 +115,7 @@ def _form(content_type: ContentType | None, limits: BodyLimits) -> BodyForm:
     if media_type == b"multipart/form-data":
         return MultipartForm(content_type.parameters.get(b"boundary", b""), limits)
     if media_type == b"application/json":
-        return JsonForm(limits)
+        return JsonForm(parse_json_body, limits)
     shown = media_type[:100].decode("ascii", "backslashreplace")
     if media_type == b"application/x-www-form-urlencoded":
         raise _unsupported(f"a form of type {shown} holds no image")
@@ -126,13 +128,20 @@ def _unsupported(problem: str) -> UnsupportedMedia:
     )
 
 
+def announced_bytes(content_length: str) -> int | None:
+    """What a Content-Length says; None where it is no number, or has too many digits to be one of bytes."""
+    # Many digits would cost time to convert, and the check on the running total comes anyway.
+    is_number = content_length.isascii() and content_length.isdigit() and len(content_length) < 20
+    return int(content_length) if is_number else None
+
+
 def _check_length(content_length: str | None, limits: BodyLimits) -> None:
     if content_length is None:
         return
-    # A length of many digits would cost time to convert, and the check on the running total comes anyway.
-    if not (content_length.isascii() and content_length.isdigit() and len(content_length) < 20):
+    num_bytes = announced_bytes(content_length)
+    if num_bytes is None:
         raise BadRequest("the Content-Length header is not a number of bytes", code="invalid_body")
-    if int(content_length) > limits.max_body_bytes:
+    if num_bytes > limits.max_body_bytes:
         raise _body_too_large(limits)
 
 

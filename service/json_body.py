@@ -6,9 +6,9 @@ Knows the shape of the document; how an image is written as text is `inline_imag
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Generic, NoReturn, TypeVarTuple
 
 from service.embed_body import (
     BodyLimits,
@@ -22,17 +22,20 @@ from service.errors import ApiError, BadRequest, InvalidShape, image_param, prin
 from service.inline_images import decode_base64, decode_item, decode_url
 from service.options import OPTION_NAMES
 
+Ts = TypeVarTuple("Ts")
+
 # Larger documents are parsed off the event loop; below this a hop to another thread costs more.
 MAX_INLINE_BYTES = 2**16
 # A body full of tiny values would take many times its size in memory. Base64 has none of these characters.
 _MAX_STRUCTURAL_CHARS = 100_000
 
 
-class JsonForm:
-    """Collects the document and parses it when it is complete."""
+class JsonForm(Generic[*Ts]):
+    """Collects a document, and has it parsed by `parse(chunks, *arguments)` once it is complete."""
 
-    def __init__(self, limits: BodyLimits) -> None:
-        self._limits = limits
+    def __init__(self, parse: Callable[[list[bytes], *Ts], EmbedBody], *arguments: *Ts) -> None:
+        self._parse = parse
+        self._arguments = arguments
         self._chunks: list[bytes] = []
         self._num_bytes = 0
 
@@ -42,27 +45,20 @@ class JsonForm:
 
     async def finish(self, run_blocking: RunBlocking) -> EmbedBody:
         if self._num_bytes > MAX_INLINE_BYTES:
-            return await run_blocking(parse_json_body, self._chunks, self._limits)
-        return parse_json_body(self._chunks, self._limits)
+            return await run_blocking(self._parse, self._chunks, *self._arguments)
+        return self._parse(self._chunks, *self._arguments)
 
 
 def parse_json_body(chunks: list[bytes], limits: BodyLimits) -> EmbedBody:
-    """Parses the document and decodes its images. Raises `BadRequest`, `InvalidShape`, `TooLarge`.
-
-    Empties `chunks`, so that a large body is not held twice.
-    """
-    body = b"".join(chunks)
-    chunks.clear()
-    document = load_json(body)
-    if not isinstance(document, dict):
-        raise InvalidShape('the body must be an object such as {"images": ["<base64>"]}')
+    """Parses the document and decodes its images, as `load_object` and `read_images` do."""
+    document = load_object(chunks, '{"images": ["<base64>"]}')
     for name in document:
         if name not in ("images", *OPTION_NAMES):
             raise InvalidShape(f"unknown member {printable(name)}", param=printable(name))
     if "images" not in document:
         raise InvalidShape("the member images is missing", param="images")
     options = {name: _option(name, value) for name, value in document.items() if name != "images"}
-    return EmbedBody(_images(document["images"], limits), options)
+    return EmbedBody(read_images(document["images"], limits, read_item), options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +68,20 @@ class Number:
     text: str
 
 
-def load_json(body: bytes) -> object:
+def load_object(chunks: list[bytes], example: str) -> dict[str, object]:
+    """The document, which must be an object such as `example`. Raises `BadRequest` and `InvalidShape`.
+
+    Empties `chunks`, so that a large body is not held twice.
+    """
+    body = b"".join(chunks)
+    chunks.clear()
+    document = _load_json(body)
+    if not isinstance(document, dict):
+        raise InvalidShape(f"the body must be an object such as {example}")
+    return document
+
+
+def _load_json(body: bytes) -> object:
     """The document, each number in it a `Number`. Raises `BadRequest`.
 
     The largest body holds the interpreter lock for about 0.1 s. orjson holds it as long, as most of that is
@@ -114,11 +123,17 @@ def _option(name: str, value: object) -> str | bool:
     return value
 
 
-def _images(value: object, limits: BodyLimits) -> tuple[bytes | ImageUrl, ...]:
+def read_images(
+    value: object, limits: BodyLimits, read: Callable[[object, int, int], bytes | ImageUrl]
+) -> tuple[bytes | ImageUrl, ...]:
+    """The images of a list, or of one item that stands without it. `read` is as `read_item`.
+
+    Raises `TooLarge` where there are too many, `BadRequest` where there is none, and what `read` raises.
+    """
     items = value if isinstance(value, list) else [value]
     if len(items) > limits.max_images:
         raise too_many_images(limits)
-    return check_images([read_item(item, index, limits.max_image_bytes) for index, item in enumerate(items)])
+    return check_images([read(item, index, limits.max_image_bytes) for index, item in enumerate(items)])
 
 
 def read_item(item: object, index: int, max_bytes: int) -> bytes | ImageUrl:

@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from service.embed_body import BodyLimits, EmbedBody, ImageUrl, RunBlocking, check_images, too_many_images
+from service.embed_body import BodyLimits, EmbedBody, ImageUrl
 from service.errors import ApiError, BadRequest, InvalidShape, NotFound, image_param, printable
 from service.formats import sniff
-from service.json_body import MAX_INLINE_BYTES, Number, load_json, read_item
+from service.json_body import Number, load_object, read_images, read_item
 
 _URL = re.compile(r"\s*(?:data|https?):", re.IGNORECASE)
 
@@ -25,41 +25,18 @@ class ServedModel:
     hidden_size: int  # numbers of a vector
 
 
-class OpenAIForm:
-    """Collects the document and parses it when it is complete."""
-
-    def __init__(self, limits: BodyLimits, served: ServedModel) -> None:
-        self._limits = limits
-        self._served = served
-        self._chunks: list[bytes] = []
-        self._num_bytes = 0
-
-    def feed(self, chunk: bytes) -> None:
-        self._chunks.append(chunk)
-        self._num_bytes += len(chunk)
-
-    async def finish(self, run_blocking: RunBlocking) -> EmbedBody:
-        if self._num_bytes > MAX_INLINE_BYTES:
-            return await run_blocking(parse_openai_body, self._chunks, self._limits, self._served)
-        return parse_openai_body(self._chunks, self._limits, self._served)
-
-
 def parse_openai_body(chunks: list[bytes], limits: BodyLimits, served: ServedModel) -> EmbedBody:
     """Parses the document and decodes its images. Members that are not known are ignored.
 
-    Raises `BadRequest`, `InvalidShape`, `TooLarge` and, for another model, `NotFound`. Empties `chunks`, so
-    that a large body is not held twice.
+    Raises as `load_object` and `read_images` do, and `NotFound` for another model.
     """
-    body = b"".join(chunks)
-    chunks.clear()
-    document = load_json(body)
-    if not isinstance(document, dict):
-        raise InvalidShape('the body must be an object such as {"model": "…", "input": ["<base64>"]}')
+    document = load_object(chunks, '{"model": "…", "input": ["<base64>"]}')
     _check_model(document.get("model"), served)
     _check_dimensions(document.get("dimensions"), served)
     if "input" not in document:
         raise InvalidShape("the member input is missing", param="input")
-    return EmbedBody(_images(document["input"], limits), _options(document.get("encoding_format")))
+    images = read_images(document["input"], limits, _image)
+    return EmbedBody(images, _options(document.get("encoding_format")))
 
 
 def _check_model(model: object, served: ServedModel) -> None:
@@ -89,13 +66,6 @@ def _options(encoding_format: object) -> dict[str, str | bool]:
     if not isinstance(encoding_format, str):
         raise InvalidShape("encoding_format must be a string", param="encoding_format")
     return {"encoding_format": encoding_format}
-
-
-def _images(value: object, limits: BodyLimits) -> tuple[bytes | ImageUrl, ...]:
-    items = value if isinstance(value, list) else [value]
-    if len(items) > limits.max_images:
-        raise too_many_images(limits)
-    return check_images([_image(item, index, limits.max_image_bytes) for index, item in enumerate(items)])
 
 
 def _image(item: object, index: int, max_bytes: int) -> bytes | ImageUrl:

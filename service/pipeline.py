@@ -22,7 +22,7 @@ from starlette.requests import ClientDisconnect
 from models import VisionEncoder
 from service.admission import ByteBudget, Permit
 from service.batcher import Batcher
-from service.body import read_embed_body, read_openai_body, takes_options
+from service.body import announced_bytes, read_embed_body, read_openai_body, takes_options
 from service.caller import watch
 from service.content_type import ContentType, parse_content_type
 from service.context import RequestContext, context_of
@@ -33,7 +33,7 @@ from service.fetch import Fetcher
 from service.images import ImageLimits
 from service.openai_body import ServedModel
 from service.options import EmbedOptions, check_options, openai_options, read_query, resolve_options
-from service.preparation import Preparer
+from service.preparation import Preparation, Preparer
 from service.settings import Settings
 from service.ticket import Abandoned, Ticket
 
@@ -115,9 +115,7 @@ class Pipeline:
 
     def _announced_bytes(self, request: Request) -> int:
         """What the body says that it has; 0 where it does not say, or says what will be refused."""
-        length = request.headers.get("content-length", "")
-        is_number = length.isascii() and length.isdigit() and len(length) < 20
-        num_bytes = int(length) if is_number else 0
+        num_bytes = announced_bytes(request.headers.get("content-length", "")) or 0
         return num_bytes if num_bytes <= self._body_limits.max_body_bytes else 0
 
     async def _embed(self, request: Request, context: RequestContext, permit: Permit) -> Answer:
@@ -197,7 +195,7 @@ class Pipeline:
         with watch(request.receive, lambda: self._batcher.leave(ticket)):
             files = await self._fetch(images, context, permit)
             started = time.perf_counter()
-            preparation = self._preparer.make(files, options, ticket, self._source.encoder)
+            preparation = Preparation(self._preparer, files, options, ticket, self._source.encoder)
             del files
             try:
                 preparation.start()

@@ -37,12 +37,6 @@ class Preparer:
     limits: ImageLimits
     max_tokens: int  # of one request
 
-    def make(
-        self, images: Sequence[bytes], options: EmbedOptions, ticket: Ticket, encoder: VisionEncoder
-    ) -> Preparation:
-        """That of one request, not started."""
-        return Preparation(self, images, options, ticket, encoder)
-
 
 class Preparation:
     """The images of one request. A step is left out once the request has ended."""

@@ -81,11 +81,6 @@ class Ticket:
         self.ended = True
         self._error = error
 
-    def settle(self) -> None:
-        """Wakes the coroutine up. In its event loop only."""
-        if not self._settled.done():
-            self._settled.set_result(None)
-
 
 def settle(tickets: Iterable[Ticket]) -> None:
     """Wakes up who waits for tickets that have ended, from any thread, with one call for each event loop."""
@@ -99,4 +94,5 @@ def settle(tickets: Iterable[Ticket]) -> None:
 
 def _settle(tickets: Sequence[Ticket]) -> None:
     for ticket in tickets:
-        ticket.settle()
+        if not ticket._settled.done():
+            ticket._settled.set_result(None)

@@ -65,7 +65,7 @@ class Bench:
 
     def start(self, *images: bytes) -> tuple[Ticket, Preparation]:
         ticket = self.callers.ticket()
-        preparation = self._preparer.make(images, resolve_options({}, None), ticket, self._encoder)
+        preparation = Preparation(self._preparer, images, resolve_options({}, None), ticket, self._encoder)
         preparation.start()
         return ticket, preparation
 
