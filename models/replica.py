@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -24,8 +25,12 @@ from models.readback import RunningBatch
 
 MAX_LAUNCHED = 2  # batches: one runs, one waits behind it on the device
 
-# The images of the next batch, and the future that its result goes to.
-Take = Callable[[], tuple[Sequence[EncodeItem], Future[BatchResult]] | None]
+
+class Queue(Protocol):
+    """Where a replica's batches come from."""
+
+    def take(self) -> tuple[Sequence[EncodeItem], Future[BatchResult]] | None:
+        """The images of the next batch, and the future that its result goes to. None: no more."""
 
 
 class Replica:
@@ -50,19 +55,19 @@ class Replica:
         self._launcher.submit(self._launch_in_turn, items, future)
         return future
 
-    def serve(self, take: Take) -> Future[None]:
-        """Encodes what `take` gives, in the launching thread, until it gives None.
+    def serve(self, queue: Queue) -> Future[None]:
+        """Encodes what the queue gives, in the launching thread, until it gives None.
 
-        `take` is called when the device has a place for a batch, and waits until there is one. The future
-        ends with what `take` or the thread failed with.
+        It is asked when the device has a place for a batch, and waits until there is one. The future ends
+        with what the queue or the thread failed with.
         """
-        return self._launcher.submit(self._serve, take)
+        return self._launcher.submit(self._serve, queue)
 
-    def _serve(self, take: Take) -> None:
+    def _serve(self, queue: Queue) -> None:
         self.ready.result()
         while True:
             self._places.acquire()
-            batch = take()
+            batch = queue.take()
             if batch is None:
                 self._places.release()
                 return

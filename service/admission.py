@@ -9,18 +9,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from service.errors import TooManyRequests
+from service.tally import OwnTally, Tally
 
 
 class ByteBudget:
-    """Shared by all requests. No request waits for room: it is refused, and may come again."""
+    """Shared by all requests. No request waits for room: it is refused, and may come again.
 
-    def __init__(self, max_bytes: int) -> None:
+    `held` is the tally, for a server that shares the limit with other processes.
+    """
+
+    def __init__(self, max_bytes: int, held: Tally | None = None) -> None:
         self.max_bytes = max_bytes
-        self.held_bytes = 0
+        self.held = held or OwnTally()
+
+    @property
+    def held_bytes(self) -> int:
+        """Of requests of this process."""
+        return self.held.own
 
     def check(self, num_bytes: int) -> None:
         """Raises `TooManyRequests` where there is no room for so many bytes more."""
-        if self.held_bytes + num_bytes > self.max_bytes:
+        if self.held.total + num_bytes > self.max_bytes:
             raise TooManyRequests(
                 "the server holds as many bytes as it may", code="too_many_bytes", retry_after_s=1
             )
@@ -37,7 +46,7 @@ class ByteBudget:
         try:
             yield permit
         finally:
-            self.held_bytes -= permit.num_bytes
+            self.held.own -= permit.num_bytes
 
 
 class Permit:
@@ -50,5 +59,5 @@ class Permit:
     def add(self, num_bytes: int) -> None:
         """Takes room for that many bytes more. Raises `TooManyRequests` where there is none."""
         self._budget.check(num_bytes)
-        self._budget.held_bytes += num_bytes
+        self._budget.held.own += num_bytes
         self.num_bytes += num_bytes

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
 from fastapi import FastAPI
@@ -17,13 +18,13 @@ from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
-from models import ReplicaGroup
 from service.admission import ByteBudget
 from service.engine import Engine
 from service.fetch import Fetcher, make_fetcher
 from service.guard import GuardMiddleware
 from service.keys import KeyMiddleware
-from service.metrics import Metrics
+from service.loaded import HasReplicas
+from service.metrics import Collects, Metrics
 from service.middleware import RequestMiddleware, raise_api_error
 from service.pipeline import Pipeline
 from service.queued import QueueLimits
@@ -31,6 +32,7 @@ from service.replicas import load_replicas
 from service.routes import docs, embed, embeddings, info, metrics, probes
 from service.routes.route import RawRoute
 from service.settings import Settings
+from service.tally import OwnTally, Tally
 from service.version import find_version
 
 logger = logging.getLogger(__name__)
@@ -48,22 +50,34 @@ _BRACES = str.maketrans("", "", "{}")
 _DEMO = "\n**This server runs the demo model: its weights are random and its embeddings mean nothing.**\n"
 
 
+@dataclass(frozen=True)
+class Together:
+    """What processes that serve together have in common: limits, and their metrics."""
+
+    reserved_tokens: Tally
+    held_bytes: Tally
+    gather: Callable[[], Awaitable[Collects]]
+
+
 def create_app(
     settings: Settings,
     *,
     registry: CollectorRegistry | None = None,
-    start_replicas: Callable[[Settings], ReplicaGroup] = load_replicas,
+    start_replicas: Callable[[Settings], HasReplicas] = load_replicas,
     start_fetcher: Callable[[Settings], Fetcher] = make_fetcher,
+    together: Together | None = None,
 ) -> FastAPI:
     """The app, with its engine as `app.state.engine` and its metrics as `app.state.metrics`.
 
     The metrics are on `registry`, by default one of its own.
 
     `start_replicas` returns replicas that are loading; by default of the model that the settings name.
-    `start_fetcher` returns what fetches image URLs; the app closes it.
+    `start_fetcher` returns what fetches image URLs; the app closes it. `together` is for one of several
+    processes that serve as one.
     """
     if registry is None:
         registry = CollectorRegistry()
+    together = together or _alone(registry)
     own_version = find_version()
     counters = Metrics(registry, COUNTED_ROUTES)
     engine = Engine(
@@ -72,8 +86,9 @@ def create_app(
         counters,
         model_name=settings.served_name,
         version=own_version,
+        reserved=together.reserved_tokens,
     )
-    budget = ByteBudget(settings.max_inflight_bytes)
+    budget = ByteBudget(settings.max_inflight_bytes, together.held_bytes)
     counters.watch_queue(engine.batcher, budget)
     decoders = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
     writers = ThreadPoolExecutor(_WRITER_THREADS, thread_name_prefix="write")
@@ -108,9 +123,16 @@ def create_app(
     embeddings.add_routes(app.router, engine, pipeline)
     probes.add_routes(app.router, engine)
     info.add_routes(app.router, settings, engine, own_version)
-    metrics.add_routes(app.router, registry)
+    metrics.add_routes(app.router, together.gather)
     docs.add_routes(app.router, app, needs_key=bool(keys), open_paths=OPEN_PATHS)
     return app
+
+
+def _alone(registry: CollectorRegistry) -> Together:
+    async def gather() -> Collects:
+        return registry
+
+    return Together(OwnTally(), OwnTally(), gather)
 
 
 @asynccontextmanager

@@ -26,15 +26,22 @@ from service.errors import (
     image_param,
 )
 from service.queued import Device, Entry, QueueLimits
+from service.tally import OwnTally, Tally
 from service.ticket import Abandoned, Ticket, settle
 
 logger = logging.getLogger(__name__)
+
+# The images of a batch, and the future that its result goes to.
+Batch = tuple[Sequence[EncodeItem], Future[BatchResult]]
 
 _MIN_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 1, 10
 
 
 class Batcher:
-    """`observe` is told of every batch that a device finished, `on_lost` of a device that failed."""
+    """`observe` is told of every batch that a device finished, `on_lost` of a device that failed.
+
+    `reserved` is the tally of tokens, for a queue that shares its limit with those of other processes.
+    """
 
     def __init__(
         self,
@@ -42,6 +49,7 @@ class Batcher:
         *,
         observe: Callable[[BatchStats], None],
         on_lost: Callable[[DeviceError], None],
+        reserved: Tally | None = None,
     ) -> None:
         self._limits = limits
         self._observe = observe
@@ -52,7 +60,7 @@ class Batcher:
         self._devices: dict[str, Device] = {}
         self._waiting_tokens = 0
         self._is_closed = False
-        self.reserved_tokens = 0  # admitted, and not taken by a device yet
+        self._reserved = reserved or OwnTally()  # tokens admitted, and not taken by a device yet
 
     # For the metrics
 
@@ -63,6 +71,11 @@ class Batcher:
     @property
     def waiting_tokens(self) -> int:
         return self._waiting_tokens
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Admitted here, and not taken by a device yet."""
+        return self._reserved.own
 
     @property
     def limit_tokens(self) -> int:
@@ -78,7 +91,7 @@ class Batcher:
 
     def check_room(self) -> None:
         """Raises `TooManyRequests` where not one token more would be admitted."""
-        if self.reserved_tokens >= self.limit_tokens:
+        if self._reserved.total >= self.limit_tokens:
             raise self._full()
 
     def admit(self, ticket: Ticket, num_tokens: int) -> None:
@@ -95,10 +108,10 @@ class Batcher:
         with self._changed:
             if self._has_lost_all:
                 raise _device_failed()
-            if self.reserved_tokens + num_tokens > self.limit_tokens:
+            if self._reserved.total + num_tokens > self.limit_tokens:
                 raise self._full()
             if not ticket.ended:
-                self.reserved_tokens += num_tokens
+                self._reserved.own += num_tokens
                 ticket.reserved_tokens = num_tokens
 
     def put(self, ticket: Ticket, items: Sequence[EncodeItem]) -> None:
@@ -129,28 +142,39 @@ class Batcher:
 
     # For devices
 
-    def add_device(self, name: str) -> None:
+    def add_device(self, name: str) -> DeviceQueue:
         """One more device will take batches; the queue grows by its share."""
         self._devices[name] = Device()
+        return DeviceQueue(self, name)
 
-    def take(self, name: str) -> tuple[Sequence[EncodeItem], Future[BatchResult]] | None:
+    def take(self, name: str) -> Batch | None:
         """The next batch for a device that has a place for one; waits until there is one. None: no more."""
         device = self._devices[name]
         with self._changed:
-            while not (self._is_closed or device.is_lost):
-                wait_s = self._time_to_wait()
-                entries = self._next_batch(device) if wait_s is None else []
-                if entries:
-                    batch: Future[BatchResult] = Future()
-                    device.started(batch, entries)
-                    batch.add_done_callback(partial(self._finished, name))
-                    if self._waiting:  # busy devices may have left it to this one, which was idle
-                        self._changed.notify_all()
-                    return [entry.item for entry in entries], batch
-                device.is_waiting = True
-                self._changed.wait(wait_s)
-                device.is_waiting = False
+            while self._waits_for_batch(device):
+                batch = self._take(name, device)
+                if batch is not None:
+                    return batch
+                self._wait(device)
         return None
+
+    def wait(self, name: str) -> bool:
+        """Waits until there is a batch for a device, which is still formed anew. False: there is no more."""
+        device = self._devices[name]
+        with self._changed:
+            while self._waits_for_batch(device):
+                if self._has_batch(device):
+                    device.is_waiting = True  # for its turn
+                    return True
+                self._wait(device)
+        return False
+
+    def poll(self, name: str) -> Batch | None:
+        """The next batch for a device that has a place for one, if there is one."""
+        device = self._devices[name]
+        with self._changed:
+            device.is_waiting = False
+            return self._take(name, device) if self._waits_for_batch(device) else None
 
     def lose(self, name: str, error: DeviceError) -> None:
         """Ends the requests that a device was at work on, and those that wait if it was the last."""
@@ -204,17 +228,42 @@ class Batcher:
 
     # All below is called under the lock; `_full` also without it, where it may be a little out of date
 
+    def _waits_for_batch(self, device: Device) -> bool:
+        return not (self._is_closed or device.is_lost)
+
+    def _wait(self, device: Device) -> None:
+        device.is_waiting = True
+        self._changed.wait(self._time_to_wait())
+        device.is_waiting = False
+
+    def _take(self, name: str, device: Device) -> Batch | None:
+        entries = self._next_batch(device) if self._has_batch(device) else []
+        if not entries:
+            return None
+        batch: Future[BatchResult] = Future()
+        device.started(batch, entries)
+        batch.add_done_callback(partial(self._finished, name))
+        if self._waiting:  # busy devices may have left it to this one, which was idle
+            self._changed.notify_all()
+        return [entry.item for entry in entries], batch
+
     @property
     def _has_lost_all(self) -> bool:
         return bool(self._devices) and all(device.is_lost for device in self._devices.values())
 
+    def _has_batch(self, device: Device) -> bool:
+        """Whether the device should run something now: nothing where it is busy and another one idle."""
+        if not self._waiting or self._time_to_wait() is not None:
+            return False
+        return not (device.batches and self._num_idle_but(device))
+
     def _next_batch(self, device: Device) -> list[Entry]:
-        """What the device should run now: nothing where it is busy and another one idle."""
-        idle = sum(other.is_idle for other in self._devices.values() if other is not device)
-        if device.batches and idle:
-            return []
-        share = math.ceil(self._waiting_tokens / (1 + idle))
+        """The device's share of what waits."""
+        share = math.ceil(self._waiting_tokens / (1 + self._num_idle_but(device)))
         return self._pop(min(self._limits.max_batch_tokens, share))
+
+    def _num_idle_but(self, device: Device) -> int:
+        return sum(other.is_idle for other in self._devices.values() if other is not device)
 
     def _time_to_wait(self) -> float | None:
         """Seconds for which a batch that is not full waits for more; None: it need not."""
@@ -248,7 +297,7 @@ class Batcher:
         del self._waiting[entry]
         self._waiting_tokens -= entry.num_tokens
         if not entry.is_retry:
-            self.reserved_tokens -= entry.num_tokens
+            self._reserved.own -= entry.num_tokens
             entry.ticket.reserved_tokens -= entry.num_tokens
 
     def _take_back(self, device: Device, batch: Future[BatchResult], error: BaseException | None) -> None:
@@ -288,7 +337,7 @@ class Batcher:
         for entry in self._entries.pop(ticket, ()):
             if entry in self._waiting:
                 self._remove(entry)
-        self.reserved_tokens -= ticket.reserved_tokens
+        self._reserved.own -= ticket.reserved_tokens
         ticket.failed(error)
         settle([ticket])
 
@@ -300,6 +349,26 @@ class Batcher:
             code="queue_full",
             retry_after_s=min(max(seconds, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S),
         )
+
+
+class DeviceQueue:
+    """The queue as one device sees it."""
+
+    def __init__(self, batcher: Batcher, name: str) -> None:
+        self._batcher = batcher
+        self._name = name
+
+    def take(self) -> Batch | None:
+        """`Batcher.take` for this device."""
+        return self._batcher.take(self._name)
+
+    def wait(self) -> bool:
+        """`Batcher.wait` for this device."""
+        return self._batcher.wait(self._name)
+
+    def poll(self) -> Batch | None:
+        """`Batcher.poll` for this device."""
+        return self._batcher.poll(self._name)
 
 
 def _device_failed() -> Unavailable:

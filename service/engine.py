@@ -15,13 +15,16 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import Enum
 from functools import partial
+from typing import Any
 
-from models import DeviceError, ModelError, Replica, ReplicaGroup, VisionEncoder
+from models import DeviceError, ModelError
 from service.batcher import Batcher
 from service.dtypes import dtype_name
 from service.errors import Unavailable
+from service.loaded import HasReplicas, LoadedEncoder, ServingReplica
 from service.metrics import Metrics
 from service.queued import QueueLimits
+from service.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -39,27 +42,30 @@ class Engine:
 
     def __init__(
         self,
-        start_replicas: Callable[[], ReplicaGroup],
+        start_replicas: Callable[[], HasReplicas],
         limits: QueueLimits,
         metrics: Metrics,
         *,
         model_name: str,
         version: str,
+        reserved: Tally | None = None,
     ) -> None:
-        self.batcher = Batcher(limits, observe=metrics.observe_batch, on_lost=self._lose_device)
+        self.batcher = Batcher(
+            limits, observe=metrics.observe_batch, on_lost=self._lose_device, reserved=reserved
+        )
         self._start_replicas = start_replicas
         self._metrics = metrics
         self._model_name = model_name
         self._version = version
-        self._group: ReplicaGroup | None = None
-        self._encoder: VisionEncoder | None = None
+        self._group: HasReplicas | None = None
+        self._encoder: LoadedEncoder | None = None
         self._lock = threading.Lock()  # of `state` and `_loading`, which the replicas' threads change too
         self._loading: set[str] = set()
         self.state = State.LOADING
         self.num_admitted = 0
 
     @property
-    def encoder(self) -> VisionEncoder:
+    def encoder(self) -> LoadedEncoder:
         """A loaded encoder, for what it says of itself. Its device belongs to its replica's thread."""
         assert self._encoder is not None, "the model is not loaded yet"
         return self._encoder
@@ -77,18 +83,19 @@ class Engine:
         except Exception as error:
             self._on_load_failed(error)
 
-    def _serve(self, group: ReplicaGroup) -> None:
+    def _serve(self, group: HasReplicas) -> None:
         self._loading = set(self.devices)
+        queues = {}
         for device in self.devices:
             self._metrics.add_device(device)
-            self.batcher.add_device(device)
+            queues[device] = self.batcher.add_device(device)
         for replica in group.replicas:
             replica.ready.add_done_callback(partial(self._on_loaded, replica))
             # Behind the loading, in the same thread. Nothing is queued before all are loaded.
-            serving = replica.serve(partial(self.batcher.take, replica.name))
+            serving = replica.serve(queues[replica.name])
             serving.add_done_callback(partial(self._on_served, replica))
 
-    def _on_loaded(self, replica: Replica, ready: Future[VisionEncoder]) -> None:
+    def _on_loaded(self, replica: ServingReplica, ready: Future[Any]) -> None:
         """Runs in the replica's thread, where nobody would hear of an error."""
         try:
             try:
@@ -100,13 +107,13 @@ class Engine:
         except BaseException as error:
             self._on_load_failed(error)
 
-    def _end_loading(self, replica: Replica) -> bool:
+    def _end_loading(self, replica: ServingReplica) -> bool:
         """Says whether it was the last."""
         with self._lock:
             self._loading.remove(replica.name)
             return not self._loading
 
-    def _show(self, replica: Replica, encoder: VisionEncoder) -> None:
+    def _show(self, replica: ServingReplica, encoder: LoadedEncoder) -> None:
         self._metrics.set_graphs(
             replica.name,
             sorted(encoder.graphs.graphs),
@@ -115,7 +122,7 @@ class Engine:
         )
         self._metrics.set_device_up(replica.name, True)
 
-    def _on_all_loaded(self, encoder: VisionEncoder) -> None:
+    def _on_all_loaded(self, encoder: LoadedEncoder) -> None:
         # What is loaded stays. Collecting garbage among it would stop the server for half a second.
         gc.collect()
         gc.freeze()
@@ -177,7 +184,7 @@ class Engine:
         finally:
             self.num_admitted -= 1
 
-    def _on_served(self, replica: Replica, serving: Future[None]) -> None:
+    def _on_served(self, replica: ServingReplica, serving: Future[None]) -> None:
         """A thread that takes no batches any more, and was not told to end, has lost its device."""
         error = serving.exception()
         if error is not None and replica.ready.exception() is None:

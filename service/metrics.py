@@ -5,7 +5,7 @@ Knows what is counted and under which name; knows nothing of requests, tensors o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, get_args
 
@@ -43,6 +43,12 @@ class _Device:
     capture_seconds: Gauge
     busy_seconds: Counter
     up: Gauge
+
+
+class Collects(Protocol):
+    """Has metrics: a registry, or what several processes have."""
+
+    def collect(self) -> Iterable[Metric]: ...
 
 
 class SupportsQueueGauges(Protocol):
@@ -237,20 +243,20 @@ class _Maker:
 
 
 class _WithoutCreated(Collector):
-    """A registry without its `_created` series. The library's own switch is global to the process."""
+    """Metrics without their `_created` series. The library's own switch is global to the process."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._registry = registry
+    def __init__(self, source: Collects) -> None:
+        self._source = source
 
     def collect(self) -> Iterator[Metric]:
-        for metric in self._registry.collect():
+        for metric in self._source.collect():
             metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
             yield metric
 
 
-def render(registry: CollectorRegistry, accept: str | None) -> tuple[bytes, str]:
+def render(source: Collects, accept: str | None) -> tuple[bytes, str]:
     """The exposition and its content type: OpenMetrics where `accept` asks for it, else Prometheus text."""
-    collector = _WithoutCreated(registry)
+    collector = _WithoutCreated(source)
     try:
         encode, content_type = choose_encoder(accept or "")
         return encode(collector), content_type

@@ -19,7 +19,6 @@ import torch
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from models import VisionEncoder
 from service.admission import ByteBudget, Permit
 from service.batcher import Batcher
 from service.body import announced_bytes, read_embed_body, read_openai_body, takes_options
@@ -31,6 +30,7 @@ from service.encoding import Answer, ImageFacts, ModelIdentity, encode
 from service.errors import BodyTimeout, DeadlineExceeded, UnsupportedMedia
 from service.fetch import Fetcher
 from service.images import ImageLimits
+from service.loaded import LoadedEncoder
 from service.openai_body import ServedModel
 from service.options import EmbedOptions, check_options, openai_options, read_query, resolve_options
 from service.preparation import Preparation, Preparer
@@ -48,7 +48,7 @@ class HasEncoder(Protocol):
     """Where the facts of the loaded encoder come from."""
 
     @property
-    def encoder(self) -> VisionEncoder: ...
+    def encoder(self) -> LoadedEncoder: ...
 
 
 class Pipeline:

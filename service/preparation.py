@@ -15,11 +15,12 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from models import AspectRatioError, EncodeItem, VisionEncoder
+from models import AspectRatioError, EncodeItem
 from service.batcher import Batcher
 from service.encoding import ImageFacts
 from service.errors import ApiError, BadRequest, TooLarge, image_param
 from service.images import ImageHeader, ImageLimits, read_header
+from service.loaded import LoadedEncoder
 from service.options import EmbedOptions
 from service.released import released
 from service.ticket import Ticket
@@ -47,7 +48,7 @@ class Preparation:
         images: Sequence[bytes],
         options: EmbedOptions,
         ticket: Ticket,
-        encoder: VisionEncoder,
+        encoder: LoadedEncoder,
     ) -> None:
         self._shared = shared
         self._images = list(images)

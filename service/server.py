@@ -20,6 +20,7 @@ import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 
+from service.api_servers.supervisor import count_servers, supervise
 from service.app import create_app
 from service.engine import Engine, State
 from service.errors import ApiError
@@ -39,7 +40,8 @@ _FAREWELL_S = 0.2
 class Server(uvicorn.Server):
     """uvicorn's server with our end: it serves on for a delay, then drains and says 503."""
 
-    def __init__(self, app: FastAPI, engine: Engine, metrics: Metrics, settings: Settings) -> None:
+    def __init__(self, app: FastAPI, settings: Settings, *, speaks: bool = True) -> None:
+        """`speaks`: whether it logs that it stops, which one of several processes does."""
         # A partial class is all that uvicorn needs: it calls it once for a connection.
         protocol = partial(
             Protocol,
@@ -61,8 +63,9 @@ class Server(uvicorn.Server):
                 timeout_keep_alive=_KEEP_ALIVE_S,
             )
         )
-        self._engine = engine
-        self._metrics = metrics
+        self._engine: Engine = app.state.engine
+        self._metrics: Metrics = app.state.metrics
+        self._speaks = speaks
         self._delay_s = settings.shutdown_delay_s
         self._grace_s = settings.shutdown_grace_s
         self._told_to_stop = False
@@ -88,7 +91,8 @@ class Server(uvicorn.Server):
             self._engine.leave()
             # A server that takes no requests has nothing to wait for.
             delay_s = self._delay_s if self._engine.state is State.LEAVING else 0.0
-            logger.info("stopping, in at most %g s", delay_s + self._grace_s)
+            if self._speaks:
+                logger.info("stopping, in at most %g s", delay_s + self._grace_s)
             self._leaves_at = time.monotonic() + delay_s
         if self._deadline is None and self._is_time_to_drain(has_failed):
             self._engine.drain()
@@ -122,12 +126,22 @@ class Server(uvicorn.Server):
 
 def run(settings: Settings, listener: socket.socket) -> NoReturn:
     """Serves until a signal or until the device fails, and ends the process: with 0, or 1 where it failed."""
-    # Pillow warns from a fixed number of pixels on. The limit here is `max_image_pixels`.
-    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+    num_servers = count_servers(settings)
+    if num_servers > 1:
+        supervise(settings, listener, num_servers)
+    trust_own_limits()
     app = create_app(settings)
-    engine: Engine = app.state.engine
-    Server(app, engine, app.state.metrics, settings).run([listener])
+    Server(app, settings).run([listener])
     logger.info("stopped")
+    finish(app.state.engine)
+
+
+def trust_own_limits() -> None:
+    """Pillow warns from a fixed number of pixels on. The limit here is `max_image_pixels`."""
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+
+
+def finish(engine: Engine) -> NoReturn:
+    """Ends the process, which a thread that still loads, decodes or waits for a device would keep alive."""
     logging.shutdown()
-    # A thread that still loads, decodes or waits for a device would keep the interpreter from ending.
     os._exit(1 if engine.state is State.FAILED else 0)

@@ -143,6 +143,13 @@ class Settings(BaseModel):
     decode_threads: Count = Field(
         default_factory=_available_cores, description="threads that decode and resize images [cores]"
     )
+    api_server_count: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="processes that speak HTTP and decode images, beside one for the devices; 1: one process "
+        "for all; 0: up to 4 for each GPU, each with 4 cores at least, and 1 on a CPU",
+    )
     allowed_media_domains: Hosts = Field(
         (), description="hosts that image URLs may name, exactly, comma-separated [nothing is fetched]"
     )

@@ -58,7 +58,7 @@ class Served:
             settings, registry=self._registry, start_replicas=lambda settings: ReplicaGroup(self.replicas)
         )
         self.engine: Engine = self._app.state.engine
-        self._server = Server(self._app, self.engine, self._app.state.metrics, settings)
+        self._server = Server(self._app, settings)
         self._listener = listen("127.0.0.1", 0)
         self.port: int = self._listener.getsockname()[1]
         self.left_tasks: set[asyncio.Task[object]] | None = None  # when the server has ended

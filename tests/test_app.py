@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlencode
 
 import httpx
@@ -23,7 +23,7 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-from models import EncodeItem, ModelError, OutputSpec
+from models import EncodeItem, ModelError, OutputSpec, VisionEncoder
 from models.replica import MAX_LAUNCHED
 from service.app import COUNTED_ROUTES, create_app
 from service.engine import State
@@ -763,7 +763,7 @@ def test_vllm_gets_the_encoders_own_bfloat16_to_the_bit() -> None:
     for service in running_demo(settings):
         response = service.embed(encode_image(200, 300), "?format=vllm")
         [tokens] = from_vllm(response.content)
-        encoder = service.engine.encoder
+        encoder = cast(VisionEncoder, service.engine.encoder)
         rgb = read_header(encode_image(200, 300), ImageLimits(10**7, 10**7)).decode()
         [own] = encoder.encode([encoder.preprocess(rgb)])
         assert own.dtype == torch.bfloat16

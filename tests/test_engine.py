@@ -12,7 +12,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from models import EncodeItem, ModelError, Replica, ReplicaGroup
-from models.replica import MAX_LAUNCHED, Take
+from models.replica import MAX_LAUNCHED, Queue
 from service.dtypes import dtype_name
 from service.engine import Engine, State
 from service.errors import ApiError, BadRequest, InternalError, Unavailable
@@ -273,7 +273,7 @@ class Dying(Replica):
         super().__init__("fake", FakeEncoder)  # type: ignore[arg-type]
         self.serving: Future[None] = Future()
 
-    def serve(self, take: Take) -> Future[None]:
+    def serve(self, queue: Queue) -> Future[None]:
         return self.serving
 
 

@@ -72,9 +72,8 @@ class Source:
     def serving(self) -> Iterator[Batcher]:
         batcher = Batcher(self.limits, observe=lambda stats: None, on_lost=lambda error: None)
         held_bytes = self.budget.held_bytes
-        batcher.add_device("fake")
         replica = Replica("fake", lambda: self.encoder)
-        replica.serve(lambda: batcher.take("fake"))
+        replica.serve(batcher.add_device("fake"))
         try:
             yield batcher
         finally:

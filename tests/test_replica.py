@@ -245,7 +245,7 @@ def test_images_run_again_without_what_the_failed_batch_allocated(
     chained: bool, make: Make, no_collection: None
 ) -> None:
     encoder, batches = OutOfMemory(chained=chained), Batches()
-    serving = make(encoder).serve(batches.take)
+    serving = make(encoder).serve(batches)
     failed = batches.put(image(1), image(2))  # held, as the error is, until all is over
     assert isinstance(failed.exception(10), RuntimeError)
     for number in (1, 2):
@@ -475,7 +475,7 @@ class Batches:
 def test_serving_takes_batches_until_there_are_no_more(make: Make) -> None:
     encoder, batches = Encoder(), Batches()
     replica = make(encoder, "cuda:1")
-    serving = replica.serve(batches.take)
+    serving = replica.serve(batches)
     first, second = batches.put(image(1), image(2)), batches.put(image(3))
     assert [numbers(first.result(10)), numbers(second.result(10))] == [[1, 2], [3]]
     assert first.result().stats[0].device == "cuda:1"
@@ -489,7 +489,7 @@ def test_serving_takes_batches_until_there_are_no_more(make: Make) -> None:
 def test_serving_takes_a_batch_only_when_the_device_has_a_place(make: Make) -> None:
     encoder, batches = Encoder(), Batches()
     encoder.may_finish.clear()
-    serving = make(encoder).serve(batches.take)
+    serving = make(encoder).serve(batches)
     futures = [batches.put(image(n)) for n in range(MAX_LAUNCHED + 2)]
     eventually(lambda: batches.num_taken == MAX_LAUNCHED)
     time.sleep(0.02)
@@ -503,7 +503,7 @@ def test_serving_takes_a_batch_only_when_the_device_has_a_place(make: Make) -> N
 
 def test_serving_goes_on_after_a_batch_that_failed(make: Make) -> None:
     encoder, batches = Encoder(fail_launch=RuntimeError("odd shape")), Batches()
-    serving = make(encoder).serve(batches.take)
+    serving = make(encoder).serve(batches)
     failed = [batches.put(image(n)) for n in range(MAX_LAUNCHED + 1)]
     assert {str(future.exception(10)) for future in failed} == {"odd shape"}
     encoder.fail_launch = None
@@ -518,7 +518,7 @@ def test_serving_goes_on_after_a_batch_that_failed(make: Make) -> None:
 
 def test_a_lost_device_ends_its_batches_and_not_the_serving(make: Make) -> None:
     encoder, batches = Encoder(fail_wait=LOST), Batches()
-    serving = make(encoder).serve(batches.take)
+    serving = make(encoder).serve(batches)
     assert isinstance(batches.put(image(1)).exception(10), DeviceError)
     assert not serving.done()  # who gives the batches decides
     batches.end()
@@ -528,7 +528,7 @@ def test_a_lost_device_ends_its_batches_and_not_the_serving(make: Make) -> None:
 @pytest.mark.parametrize("error", [ValueError("no batch"), SystemExit()])
 def test_serving_ends_with_what_no_batch_can_be_blamed_for(make: Make, error: BaseException) -> None:
     batches = Batches()
-    serving = make(Encoder()).serve(batches.take)
+    serving = make(Encoder()).serve(batches)
     batches.end(error)
     assert serving.exception(10) is error
 
@@ -539,6 +539,6 @@ def test_nothing_is_taken_where_the_model_could_not_be_loaded() -> None:
 
     batches = Batches()
     replica = Replica("cpu", load)
-    assert isinstance(replica.serve(batches.take).exception(10), ModelError)
+    assert isinstance(replica.serve(batches).exception(10), ModelError)
     assert batches.num_taken == 0
     replica.close()

@@ -46,7 +46,7 @@ class Running:
         self.engine: Engine = app.state.engine
         self._listener = listen("127.0.0.1", 0)
         self.url = address(self._listener)
-        self._server = Server(app, self.engine, app.state.metrics, settings)
+        self._server = Server(app, settings)
         self._thread = threading.Thread(target=self._server.run, args=([self._listener],))
         self._thread.start()
         self.client = httpx.Client(base_url=self.url, timeout=20)

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import PlainTextResponse
-from prometheus_client import CollectorRegistry
 
-from service.metrics import render
+from service.metrics import Collects, render
 
 PATH = "/metrics"
 
 
-def add_routes(router: APIRouter, registry: CollectorRegistry) -> None:
+def add_routes(router: APIRouter, gather: Callable[[], Awaitable[Collects]]) -> None:
     async def metrics(request: Request) -> Response:
         accept = request.headers.get("accept")
         # A thread of the loop's own pool: those that decode images may all be busy.
-        body, content_type = await asyncio.to_thread(render, registry, accept)
+        body, content_type = await asyncio.to_thread(render, await gather(), accept)
         return Response(body, headers={"content-type": content_type})
 
     router.add_api_route(

@@ -1,0 +1,86 @@
+"""A line between two processes: whole messages, in order, with files.
+
+Both ends are ours, so what arrives is trusted and unpickled.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from service.api_servers.memory import SharedMemory
+
+# A message has to fit the socket's buffer. Larger ones travel in memory of their own.
+_MAX_INLINE_BYTES = 2**14
+MAX_FILES = 250  # in one message; the kernel takes 253
+
+
+@dataclass(frozen=True)
+class _Large:
+    """Stands for a message that is in the last of the files."""
+
+    num_bytes: int
+
+
+class Link:
+    """One end. It may be written by several threads and read by one."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
+
+    @classmethod
+    def pair(cls) -> tuple[Link, Link]:
+        """Two ends in one process."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        return cls(ours), cls(theirs)
+
+    @classmethod
+    def of_file(cls, file: int) -> Link:
+        """The end that another process gave to this one."""
+        return cls(socket.socket(fileno=file))
+
+    def fileno(self) -> int:
+        return self.socket.fileno()
+
+    def send(self, message: object, files: Sequence[int] = ()) -> None:
+        """Sends a message with copies of files. Raises `OSError` once the other end is closed."""
+        data = pickle.dumps(message)
+        if len(data) <= _MAX_INLINE_BYTES:
+            socket.send_fds(self.socket, [data], files)
+            return
+        memory = SharedMemory.create(len(data))
+        memory.map[:] = data
+        try:
+            socket.send_fds(self.socket, [pickle.dumps(_Large(len(data)))], [*files, memory.file])
+        finally:
+            memory.close_file()
+
+    def receive(self) -> tuple[Any, list[int]]:
+        """The next message and its files, which are the caller's to close.
+
+        Raises `EOFError` once the other end is closed, and what the socket raises where it does not wait.
+        """
+        try:
+            data, files, _, _ = socket.recv_fds(
+                self.socket, _MAX_INLINE_BYTES, MAX_FILES + 1, socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionError:
+            data, files = b"", []
+        if not data:
+            raise EOFError("the other process has closed its end")
+        message = pickle.loads(data)
+        if isinstance(message, _Large):
+            memory = SharedMemory(files.pop(), message.num_bytes)
+            memory.close_file()
+            message = pickle.loads(memory.map)
+        return message, files
+
+    def close(self) -> None:
+        """Ends the line, also for a thread that waits for a message."""
+        with suppress(OSError):  # the other end was first
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()

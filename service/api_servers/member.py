@@ -1,0 +1,250 @@
+"""One API server: the whole app, in a process of its own. Its connections and devices are the supervisor's.
+
+Knows the orders of the supervisor; nothing of the other API servers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from itertools import count
+from types import FrameType
+from typing import NoReturn, cast
+
+import torch
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry, Metric
+
+from service.api_servers.link import Link
+from service.api_servers.memory import SharedMemory
+from service.api_servers.merge import Merged
+from service.api_servers.messages import (
+    EncoderFacts,
+    Fault,
+    Leaving,
+    Loaded,
+    Lost,
+    Scrape,
+    Scraped,
+    Setup,
+    Stop,
+    Up,
+)
+from service.api_servers.remote import RemoteReplica, RemoteReplicas
+from service.api_servers.tallies import shared_tallies
+from service.app import Together, create_app
+from service.engine import Engine
+from service.errors import Unavailable
+from service.logs import configure_logging
+from service.metrics import Collects
+from service.server import Server, finish, trust_own_limits
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_SCRAPE_TIMEOUT_S = 5.0
+_HAND_OVER_S = 2.0  # for connections that are on their way to a server that leaves
+# All API servers see the same of the devices. The first one says it.
+_SPOKEN_BY_FIRST = ("service.app", "service.engine")
+
+
+class Line:
+    """The line to the supervisor, on the event loop. A process whose supervisor is gone ends at once."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._numbers = count()
+        self._scrapes: dict[int, asyncio.Future[Merged]] = {}
+
+    def listen(self, obey: Callable[[object], None]) -> None:
+        """Has every message that is not for the line itself obeyed, from now on."""
+        self._obey = obey
+        self._link.socket.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._link.fileno(), self._read)
+
+    def tell(self, message: object) -> None:
+        """Tells the supervisor."""
+        self._link.send(message)
+
+    async def gather(self) -> Collects:
+        """The metrics of all processes. Raises `Unavailable` where one of them does not answer."""
+        number = next(self._numbers)
+        self._scrapes[number] = asyncio.get_running_loop().create_future()
+        self.tell(Scrape(number))
+        try:
+            async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
+                return await self._scrapes[number]
+        except TimeoutError:
+            raise Unavailable("not all of the server's processes answer", code="not_ready") from None
+        finally:
+            del self._scrapes[number]
+
+    def _read(self) -> None:
+        try:
+            while True:
+                message, _ = self._link.receive()
+                if isinstance(message, Scraped):
+                    self._scraped(message.number, Merged(message.metrics))
+                else:
+                    self._obey(message)
+        except BlockingIOError:
+            return
+        except EOFError:
+            os._exit(1)
+
+    def _scraped(self, number: int, metrics: Merged) -> None:
+        waiting = self._scrapes.get(number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(metrics)
+
+
+class ApiServer(Server):
+    """A server that is given its connections, and its orders, by the supervisor."""
+
+    def __init__(
+        self,
+        app: FastAPI,
+        settings: Settings,
+        line: Line,
+        connections: Link,
+        replicas: RemoteReplicas,
+        own_metrics: Callable[[], list[Metric]],
+        *,
+        speaks: bool,
+    ) -> None:
+        super().__init__(app, settings, speaks=speaks)
+        self._line = line
+        self._connections = connections
+        self._replicas = {replica.name: replica for replica in replicas.replicas}
+        self._own_metrics = own_metrics
+        self._no_more_connections = asyncio.Event()
+        self._opening: set[asyncio.Task[None]] = set()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal to all processes of a group. What a second one means is up to the supervisor."""
+        self._told_to_stop = True
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """In place of uvicorn's, which listens."""
+        self.servers: list[asyncio.Server] = []
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(1)  # which it has logged
+        self._connections.socket.setblocking(False)
+        asyncio.get_running_loop().add_reader(self._connections.fileno(), self._take_connections)
+        self._line.listen(self._obey)
+        self._line.tell(Up())
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """First lets the supervisor know, so that no connection is lost on its way here."""
+        self._line.tell(Leaving())
+        try:
+            async with asyncio.timeout(_HAND_OVER_S):
+                await self._no_more_connections.wait()
+        except TimeoutError:
+            logger.warning("the supervisor still hands out connections")
+        await super().shutdown(sockets)
+
+    def _obey(self, message: object) -> None:
+        match message:
+            case Loaded(encoders):
+                for device, encoder in encoders.items():
+                    self._on_loaded(self._replicas[device], encoder)
+            case Lost(device, fault):
+                self._engine.batcher.lose(device, fault.device_error())
+            case Scrape(number):
+                self._line.tell(Scraped(number, self._own_metrics()))
+            case Stop():
+                self._told_to_stop = True
+            case _:
+                raise AssertionError(f"unknown order {message!r}")
+
+    def _on_loaded(self, replica: RemoteReplica, encoder: EncoderFacts | Fault) -> None:
+        if isinstance(encoder, Fault):
+            replica.ready.set_exception(encoder.error())
+        else:
+            replica.ready.set_result(encoder)
+
+    def _take_connections(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                _, files = self._connections.receive()
+                for file in files:
+                    self._open(socket.socket(fileno=file))
+        except BlockingIOError:
+            return
+        except EOFError:
+            loop.remove_reader(self._connections.fileno())
+            self._no_more_connections.set()
+
+    def _open(self, connection: socket.socket) -> None:
+        opening = asyncio.get_running_loop().create_task(self._connect(connection))
+        self._opening.add(opening)
+        opening.add_done_callback(self._opening.discard)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await asyncio.get_running_loop().connect_accepted_socket(self._make_protocol, connection)
+        except OSError:
+            connection.close()  # the client is gone
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        protocol = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+
+def main(file: int) -> NoReturn:
+    """Serves until the supervisor says that it is enough. `file` is the line to it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, until there is a handler
+    link = Link.of_file(file)
+    setup, files = link.receive()
+    assert isinstance(setup, Setup), f"not a set-up: {setup!r}"
+    settings = setup.settings
+    configure_logging(settings.log_level, settings.log_format)
+    if setup.index:
+        for name in _SPOKEN_BY_FIRST:
+            logging.getLogger(name).disabled = True
+    trust_own_limits()
+    torch.set_num_threads(1)  # each image is resized in a thread of its own
+    connections, tallies, *rest = files
+    line = Line(link)
+    registry = CollectorRegistry()
+    replicas = _replicas(setup, rest)
+    reserved_tokens, held_bytes = shared_tallies(tallies, setup.index, setup.num_servers)
+    app = create_app(
+        settings,
+        registry=registry,
+        start_replicas=lambda settings: replicas,
+        together=Together(reserved_tokens, held_bytes, line.gather),
+    )
+    server = ApiServer(
+        app,
+        settings,
+        line,
+        Link.of_file(connections),
+        replicas,
+        lambda: list(registry.collect()),
+        speaks=setup.index == 0,
+    )
+    server.run()
+    engine: Engine = app.state.engine
+    finish(engine)
+
+
+def _replicas(setup: Setup, files: Sequence[int]) -> RemoteReplicas:
+    """Of three files for each device."""
+    replicas = []
+    for number, device in enumerate(setup.devices):
+        batches, results, memory = files[3 * number : 3 * number + 3]
+        slot = SharedMemory(memory, setup.slot_bytes)
+        slot.close_file()
+        replicas.append(RemoteReplica(device, Link.of_file(batches), Link.of_file(results), slot))
+    return RemoteReplicas(replicas)

@@ -1,0 +1,217 @@
+"""What the processes tell each other."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from prometheus_client import Metric
+
+from models import BatchStats, DeviceError, ModelError, OutputSpec, Preprocessor, VisionEncoder
+from service.settings import Settings
+
+# About batches, between an API server and one device
+
+
+@dataclass(frozen=True)
+class Wanting:
+    """From an API server: images wait."""
+
+
+@dataclass(frozen=True)
+class Granted:
+    """To an API server: the device has a place. Its batch, or `Nothing`, is the answer."""
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """From an API server: what waited does not wait any more."""
+
+
+@dataclass(frozen=True)
+class Image:
+    """One image of a batch."""
+
+    grid_thw: tuple[int, int, int]
+    num_tokens: int
+    output: OutputSpec
+
+
+@dataclass(frozen=True)
+class Batch:
+    """From an API server. The patches [all images' rows, patch_dim] stand in the device's memory."""
+
+    number: int
+    images: tuple[Image, ...]
+    patch_dim: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor stands in the files of a message."""
+
+    file: int
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Result:
+    """To an API server: a batch is done. The embeddings are in the message's files."""
+
+    number: int
+    file_sizes: tuple[int, ...]
+    embeddings: tuple[Place, ...]
+    stats: tuple[BatchStats, ...]
+    started_at: float
+    finished_at: float
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An error of another process: what it was, in words, and its trace."""
+
+    device: str | None  # that is lost by it
+    is_model_error: bool
+    message: str
+    trace: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Fault:
+        is_device = isinstance(error, DeviceError)
+        cause = error.__cause__ if is_device and error.__cause__ is not None else error
+        return cls(
+            device=error.device if isinstance(error, DeviceError) else None,
+            is_model_error=isinstance(error, ModelError),
+            message=str(cause) or repr(cause),
+            trace="".join(traceback.format_exception(cause)),
+        )
+
+    def error(self) -> Exception:
+        """The same in this process."""
+        if self.is_model_error:
+            return ModelError(self.message)
+        error = RuntimeError(self.message)
+        error.add_note(self.trace)
+        return error if self.device is None else DeviceError(self.device, error)
+
+    def device_error(self) -> DeviceError:
+        """The same, as the loss of a device."""
+        error = self.error()
+        assert isinstance(error, DeviceError), f"no fault of a device: {self.message}"
+        return error
+
+
+@dataclass(frozen=True)
+class Failure:
+    """To an API server: a batch failed."""
+
+    number: int
+    fault: Fault
+
+
+# About the server, between an API server and the supervisor
+
+
+@dataclass(frozen=True)
+class Setup:
+    """To an API server, first of all.
+
+    Files: sockets of connections, memory of tallies; and of each device: batches, results, memory.
+    """
+
+    settings: Settings
+    index: int
+    num_servers: int
+    devices: tuple[str, ...]
+    slot_bytes: int
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """What is said of an encoder's CUDA graphs."""
+
+    graphs: tuple[int, ...]  # budgets
+    max_images: int
+    memory_bytes: int
+    capture_seconds: float
+
+
+@dataclass(frozen=True)
+class EncoderFacts:
+    """What an API server has to know of an encoder that another process has. The names are the encoder's."""
+
+    revision: str | None
+    fingerprint: str
+    dtype: torch.dtype
+    attn_backend: str
+    hidden_size: int
+    width: int
+    num_deepstack: int
+    preprocessor: Preprocessor
+    graphs: GraphFacts
+
+    @classmethod
+    def of(cls, encoder: VisionEncoder) -> EncoderFacts:
+        graphs = encoder.graphs
+        return cls(
+            encoder.revision,
+            encoder.fingerprint,
+            encoder.dtype,
+            encoder.attn_backend,
+            encoder.hidden_size,
+            encoder.width,
+            encoder.num_deepstack,
+            encoder.preprocessor,
+            GraphFacts(
+                tuple(sorted(graphs.graphs)), graphs.max_images, graphs.memory_bytes, graphs.capture_seconds
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class Up:
+    """From an API server: it can take what comes next."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """To an API server: every device has its model, or could not load it."""
+
+    encoders: Mapping[str, EncoderFacts | Fault]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """To an API server: a device failed."""
+
+    device: str
+    fault: Fault
+
+
+@dataclass(frozen=True)
+class Stop:
+    """To an API server: leave, drain and end."""
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """From an API server: it takes no more connections. The line for them is closed for an answer."""
+
+
+@dataclass(frozen=True)
+class Scrape:
+    """From an API server, which is asked for metrics; to each of them, for its own."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Scraped:
+    """From an API server, its own; to the one that asked, those of all."""
+
+    number: int
+    metrics: Sequence[Metric]

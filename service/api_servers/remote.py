@@ -1,0 +1,120 @@
+"""A device that another process owns, as the queue and the engine of an API server see it.
+
+The other end of `dispatcher`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from models import BatchResult, DeviceError, EncodeItem
+from service.api_servers.link import Link
+from service.api_servers.memory import SharedMemory
+from service.api_servers.messages import (
+    Batch,
+    EncoderFacts,
+    Failure,
+    Granted,
+    Image,
+    Nothing,
+    Result,
+    Wanting,
+)
+from service.batcher import DeviceQueue
+
+
+class RemoteReplica:
+    """Stands for a `Replica` of another process; `ready` is ended by who hears of its loading.
+
+    `memory` takes the patches of one batch.
+    """
+
+    def __init__(self, name: str, batches: Link, results: Link, memory: SharedMemory) -> None:
+        self.name = name
+        self.ready: Future[EncoderFacts] = Future()
+        self._batches = batches
+        self._results = results
+        self._patches = memory.tensor((memory.num_bytes,), torch.uint8)
+        self._numbers = count()
+        self._running: dict[int, Future[BatchResult]] = {}
+
+    def serve(self, queue: DeviceQueue) -> Future[None]:
+        """Has the other process encode what the queue gives, until it gives no more.
+
+        The future ends with what the queue failed with, or the line to the other process.
+        """
+        serving: Future[None] = Future()
+        for work, name in ((self._send, "batches"), (self._receive, "results")):
+            threading.Thread(
+                target=work, args=(queue, serving), name=f"{name}-{self.name}", daemon=True
+            ).start()
+        return serving
+
+    def _send(self, queue: DeviceQueue, serving: Future[None]) -> None:
+        try:
+            self.ready.result()
+            while queue.wait():
+                self._batches.send(Wanting())
+                message, _ = self._batches.receive()
+                assert isinstance(message, Granted), f"not asked for: {message!r}"
+                batch = queue.poll()
+                self._batches.send(Nothing() if batch is None else self._write(*batch))
+        except BaseException as error:
+            serving.set_exception(error)
+        else:
+            serving.set_result(None)
+
+    def _write(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> Batch | Nothing:
+        future.set_running_or_notify_cancel()
+        patches = [item.patches.pixels for item in items]
+        num_rows, patch_dim = sum(len(rows) for rows in patches), patches[0].shape[1]
+        try:
+            torch.cat(patches, out=self._patches[: num_rows * patch_dim].view(num_rows, patch_dim))
+        except Exception as error:
+            future.set_exception(error)
+            return Nothing()
+        number = next(self._numbers)
+        self._running[number] = future
+        images = tuple(Image(item.patches.grid_thw, item.patches.num_tokens, item.output) for item in items)
+        return Batch(number, images, patch_dim)
+
+    def _receive(self, queue: DeviceQueue, serving: Future[None]) -> None:
+        try:
+            while True:
+                message, files = self._results.receive()
+                if isinstance(message, Failure):
+                    self._running.pop(message.number).set_exception(message.fault.error())
+                else:
+                    self._running.pop(message.number).set_result(_result(message, files))
+        except EOFError as error:
+            while self._running:
+                _, future = self._running.popitem()
+                future.set_exception(DeviceError(self.name, error))
+
+    def close(self) -> None:
+        """Ends the threads, once the queue gives no more."""
+        self._batches.close()
+        self._results.close()
+
+
+@dataclass(frozen=True)
+class RemoteReplicas:
+    """Stands for a `ReplicaGroup`."""
+
+    replicas: Sequence[RemoteReplica]
+
+
+def _result(message: Result, files: Sequence[int]) -> BatchResult:
+    memories = [SharedMemory(file, size) for file, size in zip(files, message.file_sizes, strict=True)]
+    for memory in memories:
+        memory.close_file()
+    embeddings = tuple(
+        memories[place.file].tensor(place.shape, place.dtype, place.offset) for place in message.embeddings
+    )
+    return BatchResult(embeddings, message.stats, message.started_at, message.finished_at)

@@ -1,0 +1,51 @@
+"""Tallies of several processes, in memory that they share."""
+
+from __future__ import annotations
+
+from service.api_servers.memory import SharedMemory
+
+_NAMES = ("reserved tokens", "held bytes")
+_ITEM_BYTES = 8
+
+
+class SharedTally:
+    """One tally: a number for each process, which that process alone writes, and without a lock.
+
+    Where processes look at the total and add to it at the same time, the sum may exceed a limit by what they
+    add.
+    """
+
+    def __init__(self, memory: SharedMemory, index: int, process: int, num_processes: int) -> None:
+        start = index * num_processes
+        self._numbers = memoryview(memory.map).cast("q")[start : start + num_processes]
+        self._process = process
+
+    @property
+    def own(self) -> int:
+        """Of this process."""
+        return self._numbers[self._process]
+
+    @own.setter
+    def own(self, value: int) -> None:
+        self._numbers[self._process] = value
+
+    @property
+    def total(self) -> int:
+        """Of all processes."""
+        return sum(self._numbers)
+
+
+def tallies_memory(num_processes: int) -> SharedMemory:
+    """New memory for all tallies, each 0."""
+    return SharedMemory.create(_size(num_processes))
+
+
+def shared_tallies(file: int, process: int, num_processes: int) -> list[SharedTally]:
+    """The tallies of one process, in the memory of another: reserved tokens and held bytes."""
+    memory = SharedMemory(file, _size(num_processes))
+    memory.close_file()
+    return [SharedTally(memory, index, process, num_processes) for index in range(len(_NAMES))]
+
+
+def _size(num_processes: int) -> int:
+    return len(_NAMES) * num_processes * _ITEM_BYTES
