@@ -232,9 +232,10 @@ class Supervisor:
 
     def _leave(self, member: Member) -> None:
         """Hands out no more connections to a member, and says so by closing the line."""
-        if member.takes_connections:
-            member.takes_connections = False
-            member.connections.close()
+        if not member.takes_connections:
+            return
+        member.takes_connections = False
+        member.connections.close()
         if not any(other.takes_connections for other in self._members):
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
@@ -315,6 +316,7 @@ class Supervisor:
             for member in self._members:
                 member.process.kill()
             self._loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         self._stop()
 
