@@ -23,7 +23,7 @@ from typing import NoReturn
 import uvloop
 from prometheus_client import CollectorRegistry, Metric, ProcessCollector
 
-from models import DeviceError, ModelError, Replica, VisionEncoder, replica_devices
+from models import DeviceError, ModelError, Replica, ReplicaGroup, VisionEncoder, replica_devices
 from service.api_servers.dispatcher import Client, Dispatcher
 from service.api_servers.link import Link
 from service.api_servers.memory import SharedMemory
@@ -98,8 +98,10 @@ class Supervisor:
         settings: Settings,
         listener: socket.socket,
         num_servers: int,
+        start_replicas: Callable[[Settings], ReplicaGroup] = load_replicas,
     ) -> None:
         self._settings = settings
+        self._start_replicas = start_replicas
         self._listener = listener
         self._num_servers = num_servers
         self._registry = CollectorRegistry()
@@ -121,9 +123,14 @@ class Supervisor:
         self._ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             self._loop.add_signal_handler(number, self._on_signal, number)
-        devices = tuple(replica_devices(self._settings.device, self._settings.data_parallel_size))
-        self._start_members(devices)
-        self._load()
+        try:
+            replicas = self._start_replicas(self._settings).replicas
+        except ModelError as error:
+            logger.error("cannot load model %s: %s", self._settings.served_name, error)
+            return 1
+        self._replicas = {replica.name: replica for replica in replicas}
+        self._start_members(tuple(self._replicas))
+        self._serve()
         self._listener.setblocking(False)
         self._loop.add_reader(self._listener.fileno(), self._accept)
         watching = asyncio.create_task(self._watch(self._settings.device_timeout_s))
@@ -178,9 +185,8 @@ class Supervisor:
         process = os.pidfd_open(member.process.pid)
         self._loop.add_reader(process, self._on_exit, member, process)
 
-    def _load(self) -> None:
-        for replica in load_replicas(self._settings).replicas:
-            self._replicas[replica.name] = replica
+    def _serve(self) -> None:
+        for replica in self._replicas.values():
             replica.ready.add_done_callback(lambda _: self._from_thread(self._tell_if_loaded))
             serving = replica.serve(self._dispatchers[replica.name])
             serving.add_done_callback(partial(self._on_served, replica))
@@ -379,10 +385,16 @@ def _facts(ready: Future[VisionEncoder]) -> EncoderFacts | Fault:
     return EncoderFacts.of(ready.result()) if error is None else Fault.of(error)
 
 
-def supervise(settings: Settings, listener: socket.socket, num_servers: int) -> NoReturn:
+def supervise(
+    settings: Settings,
+    listener: socket.socket,
+    num_servers: int,
+    start_replicas: Callable[[Settings], ReplicaGroup] = load_replicas,
+) -> NoReturn:
     """Serves with so many API servers, and ends the process as a single one would."""
+    supervisor = Supervisor(settings, listener, num_servers, start_replicas)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        code = runner.run(Supervisor(settings, listener, num_servers).run())
+        code = runner.run(supervisor.run())
     logger.info("stopped")
     logging.shutdown()
     os._exit(code)
