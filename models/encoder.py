@@ -75,7 +75,7 @@ class VisionEncoder:
             with torch.device("meta"):
                 self.model = VisionTransformer(vision, backend.attention, self.kernels)
             _load(self.model, checkpoint, device, self.dtype)
-            packed = PackedVisionTransformer(self.model, checkpoint.preprocess)
+            packed = PackedVisionTransformer(self.model, checkpoint.preprocess, self.stream.pinned)
             self.graphs = EncoderCudaGraphManager(packed, cuda_graphs, device)
 
     @classmethod
@@ -150,7 +150,7 @@ class VisionEncoder:
             running = RunningBatch(len(items), self.stream)
 
             def select(indices: Sequence[int], tokens: torch.Tensor) -> None:
-                for part in select_outputs(tokens, indices, items, self.kernels, self.dtype):
+                for part in select_outputs(tokens, indices, items, self.kernels, self.dtype, running.upload):
                     running.read_back(part)
 
             counts = self.graphs.run(images, select, running.begin)

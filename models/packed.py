@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from models.pinned import PinnedPool, view_of
 from models.preprocess import Patches, PreprocessConfig
 from models.protocol import EncoderCudaGraphConfig, HostBuffers, MetadataSpec
 from models.qwen3_vl import VisionTransformer
@@ -20,12 +21,13 @@ from models.qwen3_vl import VisionTransformer
 class PackedVisionTransformer:
     """Batches are sequences of `Patches`. Output buffers are [1 + deepstack levels, tokens, out_hidden]."""
 
-    def __init__(self, model: VisionTransformer, preprocess: PreprocessConfig) -> None:
+    def __init__(self, model: VisionTransformer, preprocess: PreprocessConfig, pinned: PinnedPool) -> None:
         weight = model.pos_embed.weight
         self.model = model
         self.device = weight.device
         self.dtype = weight.dtype
         self._preprocess = preprocess
+        self._pinned = pinned  # for eager runs
         self._merge = preprocess.merge_size**2
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
@@ -96,20 +98,28 @@ class PackedVisionTransformer:
     def encoder_eager_forward(self, batch: Sequence[Patches]) -> torch.Tensor:
         config, device = self.model.config, self.device
         num_rows = self._num_rows(batch)
-        pinned = device.type == "cuda"
+        shapes = (num_rows, config.patch_dim), (len(batch), 2)
+        blocks = [
+            self._pinned.take(math.prod(shape) * size) for shape, size in zip(shapes, (1, 4), strict=True)
+        ]
         host = HostBuffers(
-            torch.empty(num_rows, config.patch_dim, dtype=torch.uint8, pin_memory=pinned),
-            {"grids": torch.empty(len(batch), 2, dtype=torch.int32, pin_memory=pinned)},
+            view_of(blocks[0], shapes[0], torch.uint8), {"grids": view_of(blocks[1], shapes[1], torch.int32)}
         )
         self.prepare_encoder_cudagraph_replay_buffers(batch, host)
         levels = 1 + len(config.deepstack_visual_indexes)
         tokens = num_rows // self._merge
         output = torch.empty(levels, tokens, config.out_hidden_size, dtype=self.dtype, device=device)
-        self.model(
-            host.input.to(device, non_blocking=True),
-            host.metadata["grids"].to(device, non_blocking=True),
-            output,
-            max_length=max(len(image.pixels) for image in batch),
-            padded=False,
-        )
+        inputs = host.input.to(device, non_blocking=True)
+        grids = host.metadata["grids"].to(device, non_blocking=True)
+        self._free(blocks)
+        self.model(inputs, grids, output, max_length=max(len(image.pixels) for image in batch), padded=False)
         return output
+
+    def _free(self, blocks: Sequence[torch.Tensor]) -> None:
+        """Once the current stream has read them."""
+        after = None
+        if self.device.type == "cuda":
+            after = torch.cuda.Event()
+            after.record()
+        for block in blocks:
+            self._pinned.give_back(block, after)

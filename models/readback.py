@@ -6,9 +6,10 @@ once. On CUDA results come through pinned memory on a stream of their own, besid
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from models.cudagraph import EncoderCounts
 from models.kernels import Kernels
 from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec
+from models.pinned import view_of
 from models.streams import DeviceStream, Mark
 
 
@@ -36,8 +38,12 @@ def select_outputs(
     items: Sequence[EncodeItem],
     kernels: Kernels,
     dtype: torch.dtype,
+    upload: Callable[[Sequence[int]], torch.Tensor],
 ) -> Iterator[Part]:
-    """What the images at `indices`, whose tokens [levels, tokens, hidden] stand in that order, ask for."""
+    """What the images at `indices`, whose tokens [levels, tokens, hidden] stand in that order, ask for.
+
+    `upload` brings int32 numbers to the device.
+    """
     lengths = [items[index].patches.num_tokens for index in indices]
     ends = [0, *accumulate(lengths)]
     places: dict[OutputSpec, list[int]] = defaultdict(list)
@@ -48,9 +54,9 @@ def select_outputs(
         chosen = tuple(indices[place] for place in group)
         if output.pooled:
             if means is None:
-                means = kernels.mean_rows(tokens[0], _to_device(ends, tokens.device))
+                means = kernels.mean_rows(tokens[0], upload(ends))
             if len(group) < len(indices):
-                vectors = means.index_select(0, _to_device(group, tokens.device))
+                vectors = means.index_select(0, upload(group))
             else:
                 vectors = means
             vectors = F.normalize(vectors, dim=1) if output.normalize else vectors
@@ -62,11 +68,6 @@ def select_outputs(
             rows = torch.cat(tuple(levels), dim=1)  # [tokens, width]
             own = tuple(lengths[place] for place in group)
             yield Part(chosen, rows.to(output.dtype or dtype), own)
-
-
-def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
-    on_host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return on_host.to(device, non_blocking=True)
 
 
 def _copies(part: Part) -> tuple[torch.Tensor, ...]:
@@ -87,6 +88,7 @@ class RunningBatch:
         self._num_images = num_images
         self._stream = stream
         self._parts: list[Part] = []
+        self._blocks: list[torch.Tensor] = []  # of pinned memory
         self._started_at = time.perf_counter()
         self._started: Mark | None = None
 
@@ -94,6 +96,18 @@ class RunningBatch:
         """The device's work begins here, unless it has begun."""
         if self._started is None:
             self._started = Mark(self._stream.cuda)
+
+    def upload(self, values: Sequence[int]) -> torch.Tensor:
+        """The numbers as int32 on the device."""
+        host = self._pinned((len(values),), torch.int32)
+        host.numpy()[:] = values
+        return host.to(self._stream.device, non_blocking=True)
+
+    def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that is the batch's own until it is collected."""
+        block = self._stream.pinned.take(math.prod(shape) * dtype.itemsize)
+        self._blocks.append(block)
+        return view_of(block, shape, dtype)
 
     def read_back(self, part: Part) -> None:
         """Takes results over, before the next replay overwrites what they came from."""
@@ -105,7 +119,7 @@ class RunningBatch:
         ready.record(compute)
         with torch.cuda.stream(download):
             download.wait_event(ready)
-            pinned = torch.empty(part.rows.shape, dtype=part.rows.dtype, pin_memory=True)
+            pinned = self._pinned(part.rows.shape, part.rows.dtype)
             pinned.copy_(part.rows, non_blocking=True)
             part.rows.record_stream(download)
         self._parts.append(Part(part.indices, pinned, part.lengths))
@@ -133,6 +147,8 @@ class RunningBatch:
         for part in self._parts:
             embeddings.update(zip(part.indices, _copies(part), strict=True))
         self._parts.clear()
+        while self._blocks:
+            self._stream.pinned.give_back(self._blocks.pop())
         return BatchResult(
             tuple(embeddings[index] for index in range(self._num_images)),
             (self._stats(),),

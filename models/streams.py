@@ -8,6 +8,8 @@ from types import TracebackType
 
 import torch
 
+from models.pinned import PinnedPool
+
 
 class DeviceStream:
     """A CUDA stream for computing, as a context; elsewhere a context that does nothing."""
@@ -16,6 +18,7 @@ class DeviceStream:
         self.device = device
         self.cuda = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.download = torch.cuda.Stream(device) if device.type == "cuda" else None  # of results
+        self.pinned = PinnedPool(device)
         self._context = torch.cuda.stream(self.cuda)
 
     def __enter__(self) -> None:

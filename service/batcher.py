@@ -232,8 +232,12 @@ class Batcher:
         return not (self._is_closed or device.is_lost)
 
     def _wait(self, device: Device) -> None:
+        """Until something changes, or what waits is due."""
+        due_s = self._due_in_s()
+        if due_s == 0 and not self._leaves_it(device):
+            return  # it has become due just now
         device.is_waiting = True
-        self._changed.wait(self._time_to_wait())
+        self._changed.wait(due_s or None)
         device.is_waiting = False
 
     def _take(self, name: str, device: Device) -> Batch | None:
@@ -252,10 +256,11 @@ class Batcher:
         return bool(self._devices) and all(device.is_lost for device in self._devices.values())
 
     def _has_batch(self, device: Device) -> bool:
-        """Whether the device should run something now: nothing where it is busy and another one idle."""
-        if not self._waiting or self._time_to_wait() is not None:
-            return False
-        return not (device.batches and self._num_idle_but(device))
+        return self._due_in_s() == 0 and not self._leaves_it(device)
+
+    def _leaves_it(self, device: Device) -> bool:
+        """Whether the device is busy and another one idle, which shall have what waits."""
+        return bool(device.batches) and self._num_idle_but(device) > 0
 
     def _next_batch(self, device: Device) -> list[Entry]:
         """The device's share of what waits."""
@@ -265,14 +270,15 @@ class Batcher:
     def _num_idle_but(self, device: Device) -> int:
         return sum(other.is_idle for other in self._devices.values() if other is not device)
 
-    def _time_to_wait(self) -> float | None:
-        """Seconds for which a batch that is not full waits for more; None: it need not."""
-        if not self._waiting or self._waiting_tokens >= self._limits.max_batch_tokens:
+    def _due_in_s(self) -> float | None:
+        """Seconds for which a batch that is not full waits for more, or 0; None: nothing waits."""
+        if not self._waiting:
             return None
+        if self._waiting_tokens >= self._limits.max_batch_tokens:
+            return 0.0
         queued_at = next(iter(self._waiting)).ticket.queued_at
         assert queued_at is not None, "what waits was queued"
-        rest = queued_at + self._limits.max_wait_s - time.perf_counter()
-        return rest if rest > 0 else None
+        return max(0.0, queued_at + self._limits.max_wait_s - time.perf_counter())
 
     def _pop(self, max_tokens: int) -> list[Entry]:
         """Images from the front, one at least. Requests whose deadline has passed are ended on the way."""

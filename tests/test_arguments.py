@@ -46,6 +46,7 @@ OTHERS = {
     "request_timeout_s": "2.5",
     "device_timeout_s": "7.5",
     "decode_threads": "5",
+    "api_server_count": "2",
     "allowed_media_domains": "images.example.org,10.1.2.3",
     "allowed_media_networks": "10.1.0.0/16,fd00::/8",
     "media_timeout_s": "0.5",

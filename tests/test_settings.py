@@ -49,6 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "request_timeout_s": 30.0,
     "device_timeout_s": 60.0,
     "decode_threads": len(os.sched_getaffinity(0)),
+    "api_server_count": 0,
     "allowed_media_domains": (),
     "allowed_media_networks": (),
     "media_timeout_s": 5.0,
