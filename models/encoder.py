@@ -131,16 +131,18 @@ class VisionEncoder:
         that are not of this model, and what the device raises.
         """
         results: dict[int, torch.Tensor] = {}
+        storages: list[torch.Tensor] = []
 
         def keep(indices: Sequence[int], tokens: torch.Tensor) -> None:
             with torch.inference_mode(False), torch.no_grad():  # callers get ordinary tensors
                 rows = torch.cat(tuple(tokens), dim=1)  # [tokens, width], a copy
+            storages.append(rows)
             lengths = [images[index].num_tokens for index in indices]
             results.update(zip(indices, rows.split(lengths), strict=True))
 
         with torch.inference_mode(), self.stream:
             self.graphs.run(self._checked(images), keep)
-        self.stream.hand_over(results.values())
+        self.stream.hand_over(storages)
         return [results[index] for index in range(len(images))]
 
     def launch(self, items: Sequence[EncodeItem]) -> RunningBatch:

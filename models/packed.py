@@ -55,7 +55,7 @@ class PackedVisionTransformer:
         return [image.num_tokens for image in batch]
 
     def get_encoder_cudagraph_per_item_input_sizes(self, batch: Sequence[Patches]) -> list[int]:
-        return [len(image.pixels) for image in batch]
+        return [image.num_tokens * self._merge for image in batch]
 
     def select_encoder_cudagraph_items(
         self, batch: Sequence[Patches], indices: Sequence[int]
@@ -88,7 +88,7 @@ class PackedVisionTransformer:
         buffers.metadata["grids"].numpy()[: len(batch)] = grids
 
     def _num_rows(self, batch: Sequence[Patches]) -> int:
-        return sum(len(image.pixels) for image in batch)
+        return sum(image.num_tokens for image in batch) * self._merge
 
     def encoder_cudagraph_forward(
         self, inputs: torch.Tensor, metadata: Mapping[str, torch.Tensor], output: torch.Tensor
