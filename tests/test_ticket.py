@@ -77,3 +77,23 @@ def test_a_ticket_of_a_loop_that_was_closed_bothers_no_one() -> None:
     settle([gone, waiting])
     assert str(others.error(waiting)) == "over"
     others.close()
+
+
+def test_a_large_batch_leaves_the_loop_to_others_in_between(callers: Callers) -> None:
+    async def count_turns() -> list[int]:
+        tickets = [Ticket() for _ in range(20)]
+        waiting = [asyncio.ensure_future(ticket.embeddings()) for ticket in tickets]
+        await asyncio.sleep(0)
+        for ticket in tickets:
+            ticket.queued(1, 0.0)
+            ticket.received(0, torch.tensor([0]), 1.0)
+        settle(tickets)
+        done = [0]
+        while done[-1] < len(tickets):
+            await asyncio.sleep(0)
+            done.append(sum(task.done() for task in waiting))
+        return done
+
+    done = callers.runner.run(count_turns())
+    steps = [after - before for before, after in zip(done, done[1:], strict=False)]
+    assert max(steps) < 10
