@@ -98,10 +98,11 @@ def test_a_gpu_that_fails_under_load_fails_alone() -> None:
     assert ours.poll(120), "it hangs"
     report = ours.recv()
     process.join(30)
+    assert report["up"] == [1, 0], report
     assert set(report["answers"]) == {"200", "device_failed"}, report
-    assert report["answers"]["200"] >= 100
+    # Before the fault 100 were sent, of which 16 may have been under way, and all later ones are refused.
+    assert report["answers"]["200"] >= 84, report
     assert report["worst error"] < 0.02
-    assert report["up"] == [1, 0]
     assert report["healthz"] == 503
     assert report["queue"] == 0
 
