@@ -29,6 +29,7 @@ from service.api_servers.link import Link
 from service.api_servers.memory import SharedMemory
 from service.api_servers.merge import merge
 from service.api_servers.messages import (
+    STOP_SIGNALS,
     EncoderFacts,
     Fault,
     Leaving,
@@ -121,7 +122,7 @@ class Supervisor:
         """Serves until it is told to stop or has failed. Returns the exit code."""
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             self._loop.add_signal_handler(number, self._on_signal, number)
         try:
             replicas = self._start_replicas(self._settings).replicas
@@ -172,10 +173,15 @@ class Supervisor:
             )
 
     def _spawn(self, line: Link) -> subprocess.Popen[bytes]:
+        """With signals held back, as one to all processes of a group may come before it has its handlers."""
         command = _COMMAND.format(path=sys.path, file=line.fileno())
-        return subprocess.Popen(
-            [sys.executable, "-c", command], stdin=subprocess.DEVNULL, pass_fds=[line.fileno()]
-        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-c", command], stdin=subprocess.DEVNULL, pass_fds=[line.fileno()]
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _attend(self, member: Member) -> None:
         self._members.append(member)
