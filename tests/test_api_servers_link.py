@@ -173,6 +173,13 @@ def test_closing_wakes_a_thread_that_waits_for_a_message(ends: tuple[Link, Link]
     thread.join(10)
 
 
+def test_an_end_of_our_own_that_is_closed_is_an_end(ends: tuple[Link, Link]) -> None:
+    ours, _ = ends
+    ours.close()
+    with pytest.raises(EOFError):
+        ours.receive()
+
+
 def test_closing_twice_and_after_the_other_end_is_fine(ends: tuple[Link, Link]) -> None:
     ours, theirs = ends
     for end in (ours, theirs, ours):

@@ -64,17 +64,20 @@ class Link:
     def receive(self) -> tuple[Any, list[int]]:
         """The next message and its files, which are the caller's to close.
 
-        Raises `EOFError` once the other end is closed, and what the socket raises where it does not wait.
+        Raises `EOFError` once one of the ends is closed, and what the socket raises where it does not wait.
         """
         try:
             # Not `recv_fds`, which passes no flags on in Python 3.11.
             data, ancillary, _, _ = self.socket.recvmsg(
                 _MAX_INLINE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
-        except ConnectionError:
+        except OSError as error:
+            is_closed = self.socket.fileno() < 0  # by another thread of ours
+            if not is_closed and not isinstance(error, ConnectionError):
+                raise
             data, ancillary = b"", []
         if not data:
-            raise EOFError("the other process has closed its end")
+            raise EOFError("the line to the other process has ended")
         files = array("i", b"".join(sent for _, _, sent in ancillary)).tolist()
         message = pickle.loads(data)
         if isinstance(message, _Large):
