@@ -47,7 +47,14 @@ class ApiServer:
         self.observed: list[BatchStats] = []
         self.batcher = Batcher(limits, observe=self.observed.append, on_lost=self.lost.append)
         self.serving = replica.serve(self.batcher.add_device(replica.name))
+        self.serving.add_done_callback(self._on_served)
         replica.ready.set_result(EncoderFacts.of(cast(Any, FakeEncoder())))
+
+    def _on_served(self, serving: Future[None]) -> None:
+        """As the engine does it."""
+        error = serving.exception()
+        if error is not None:
+            self.batcher.lose(DEVICE, DeviceError(DEVICE, error))
 
     def put(self, *images: EncodeItem) -> Ticket:
         return self._callers.put(self.batcher, *images)
@@ -96,10 +103,9 @@ class Company:
             self.clients.append(Client(batches, results))
             replica = RemoteReplica(DEVICE, their_batches, their_results, self.memory)
             self.servers.append(ApiServer(callers, replica, limits))
+        self.clients += strangers
         self.lost: list[DeviceError] = []
-        self.dispatcher = Dispatcher(
-            [*self.clients, *strangers], self.memory, timeout_s=timeout_s, on_lost=self.lost.append
-        )
+        self.dispatcher = Dispatcher(self.clients, self.memory, timeout_s=timeout_s, on_lost=self.lost.append)
         self._threads = ThreadPoolExecutor(1)
         self._replica: Replica | None = None
 
