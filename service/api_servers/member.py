@@ -226,7 +226,7 @@ def main(file: int) -> NoReturn:
         settings,
         registry=registry,
         start_replicas=lambda settings: replicas,
-        together=Together(reserved_tokens, held_bytes, line.gather),
+        together=Together(reserved_tokens, held_bytes, line.gather, setup.started_at),
     )
     server = ApiServer(
         app,

@@ -132,6 +132,7 @@ class Setup:
     num_servers: int
     devices: tuple[str, ...]
     slot_bytes: int
+    started_at: int  # seconds since 1970
 
 
 @dataclass(frozen=True)

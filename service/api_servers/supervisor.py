@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -144,6 +145,7 @@ class Supervisor:
     def _start_members(self, devices: Sequence[str]) -> None:
         settings = self._settings
         threads = -(-settings.decode_threads // self._num_servers)
+        started_at = int(time.time())
         settings = settings.model_copy(update={"decode_threads": threads})
         slot_bytes = max(settings.max_batch_tokens, settings.max_request_tokens) * _MAX_TOKEN_BYTES
         tallies = tallies_memory(self._num_servers)
@@ -160,7 +162,8 @@ class Supervisor:
                 ends += [their_batches, their_results]
             line, their_line = Link.pair()
             process = self._spawn(their_line)
-            line.send(Setup(settings, index, self._num_servers, tuple(devices), slot_bytes), theirs)
+            setup = Setup(settings, index, self._num_servers, tuple(devices), slot_bytes, started_at)
+            line.send(setup, theirs)
             for end in (*ends, their_line):
                 end.socket.close()
             self._attend(Member(index, process, line, connections))
