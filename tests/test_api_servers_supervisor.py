@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import os
 import signal
 import socket
@@ -19,10 +20,12 @@ import uvloop
 from models import EncodeItem, ModelError, ReplicaGroup
 from service.__main__ import address, listen
 from service.api_servers.supervisor import Supervisor, count_servers
+from service.replicas import load_replicas
 from service.settings import Settings
 from tests.api_servers import CopyingEncoder
 from tests.conftest import fake_replicas, only
 from tests.serving import HeldUpload, embeddings_of, eventually, request_of
+from tests.test_faults_process import FAULT, Load, known_images
 from tests.traffic import Answer, NoAnswer, Scrape, call
 
 # The lines to API servers that are gone are left to the end of the process, as there is none after it.
@@ -61,8 +64,15 @@ class Company:
             code = await serving
         return code
 
+    def signal(self, number: int) -> None:
+        os.kill(os.getpid(), number)
+
     def wait_until_ready(self) -> None:
         eventually(lambda: httpx.get(f"{self.url}/readyz", timeout=60).status_code == 200, timeout_s=60)
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        return [member.process.returncode for member in self._supervisor._members]
 
     def call_later(self, *levels: int) -> Future[Answer]:
         return self._threads.submit(lambda: asyncio.run(call(self.port, request_of(*levels))))
@@ -94,6 +104,26 @@ def start() -> Iterator[Start]:
     yield start_company
     for company in running:
         company.close()
+
+
+def test_under_load_a_signal_disturbs_no_one_whose_request_was_taken(
+    start: Start, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    company = start(load_replicas(Settings(device="cpu", data_parallel_size=2)))
+    load = Load(company, known_images(), 0.0)
+
+    def scenario() -> None:
+        company.wait_until_ready()
+        asyncio.run(load.stop_the_server())
+
+    assert company.run(scenario) == 0
+    assert company.exit_codes == [0, 0]
+    assert len(load.answers) >= 20
+    assert {answer.code for _, answer in load.answers} <= {None, "draining"}
+    log = capfd.readouterr().err.splitlines()
+    assert [line for line in log if FAULT.search(line)] == []
+    assert len([line for line in log if "service.server: stopping" in line]) == 1
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
 def test_an_api_server_that_is_killed_ends_the_server_once_the_others_have_answered(
@@ -176,7 +206,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(
     assert company.run(lambda: None) == 1
     [line] = capfd.readouterr().err.splitlines()
     assert line.endswith("ERROR service.engine: cannot load model demo: there are no weights")
-    assert not [record for record in caplog.records if record.levelno > 30]
+    assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
 
 def test_replicas_that_cannot_be_had_are_one_line(
