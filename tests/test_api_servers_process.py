@@ -8,9 +8,9 @@ import os
 import random
 import re
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import httpx
@@ -21,7 +21,7 @@ from service.replicas import load_replicas
 from service.settings import Settings
 from tests.conftest import Service, encode_image
 from tests.serving import eventually
-from tests.test_cli import Process
+from tests.test_cli import Process, SlowUpload, wait_for_metric, wait_until_unready
 from tests.traffic import Answer, Scrape, call, leave, post
 
 NUM_SERVERS = 2
@@ -139,6 +139,9 @@ def test_metrics_are_the_sums_of_all_processes_whoever_is_asked(process: Process
         assert one.total("requests_in_flight") == one.total("ready") == one.total("device_up") == 1
         assert len([name for name, _, _ in one.samples if name == "info"]) == 1
         assert one.total("queue_limit_tokens") == 131072
+    with ThreadPoolExecutor(8) as threads:  # who comes during a round is answered by the next
+        at_once = list(threads.map(lambda _: scrape(process).statuses(), range(16)))
+    assert at_once == [found[0].statuses()] * 16
     for name in ("cpu_seconds_total", "start_time_seconds", "open_fds", "max_fds", "virtual_memory_bytes"):
         assert found[0].total(f"process_{name}") > 0
     processes = [psutil.Process(process.pid), *children_of(process)]
@@ -157,17 +160,21 @@ def test_children_of_a_supervisor_that_is_killed_end_by_themselves(process: Proc
     assert process.exit_code() == -signal.SIGKILL
 
 
-def test_a_second_signal_to_all_processes_of_a_group_ends_all_at_once() -> None:
-    process = Process("--port", "0", "--device", "cpu", "--api-server-count", "2").listening()
+def test_signals_to_all_processes_of_a_group_end_in_order_and_then_at_once() -> None:
+    process = Process("--port", "0", "--device", "cpu", "--api-server-count", str(NUM_SERVERS)).ready()
     try:
-        eventually(lambda: len(children_of(process)) == NUM_SERVERS)
         children = children_of(process)
-        supervisor = psutil.Process(process.pid)
-        while not has_ended(supervisor):  # after one alone they would start first, which takes seconds
-            os.killpg(process.pid, signal.SIGINT)
-            time.sleep(0.05)
+        uploads = [SlowUpload(process.url) for _ in range(NUM_SERVERS)]
+        wait_for_metric(process.url, "requests_in_flight 3.0")  # and the one for metrics
+        os.killpg(process.pid, signal.SIGINT)
+        assert wait_until_unready(process.url).json()["error"]["code"] == "draining"
+        assert httpx.get(f"{process.url}/healthz").status_code == 200
+        uploads[0].finish()
+        assert uploads[0].status() == 200
+        os.killpg(process.pid, signal.SIGINT)
         assert process.exit_code() == -signal.SIGINT
-        assert all(has_ended(child) for child in children)
+        assert uploads[1].status() == 0
+        eventually(lambda: all(has_ended(child) for child in children), timeout_s=5)
         assert not [line for line in process.log if "Traceback" in line or "CRITICAL" in line]
     finally:
         process.kill()
