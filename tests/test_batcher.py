@@ -794,6 +794,23 @@ class History(RuleBasedStateMachine):
             assert batch.num_tokens <= 10 or len(batch.items) == 1
             self.batches.append(batch)
 
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), does_one_leave=st.booleans())
+    def have_turns(self, data: st.DataObject, does_one_leave: bool) -> None:
+        batcher = self.queue.batcher
+        wanting = []
+        for name in data.draw(st.permutations(self.alive)):
+            if batcher._has_batch(batcher._devices[name]):
+                assert batcher.wait(name)
+                wanting.append(name)
+        if does_one_leave and self.queued:
+            batcher.leave(data.draw(st.sampled_from(self.queued))[0])
+        for name in wanting:
+            batch = self.queue.poll(name)
+            if batch is not None:
+                assert batch.num_tokens <= 10 or len(batch.items) == 1
+                self.batches.append(batch)
+
     def waiting_tickets(self) -> set[Ticket]:
         return {entry.ticket for entry in self.queue.batcher._waiting}
 
@@ -869,18 +886,24 @@ def test_no_history_loses_a_request_or_answers_one_twice(num_devices: int) -> No
     )
 
 
-def test_threads_that_do_all_of_it_at_once(make: Make) -> None:
+@pytest.mark.parametrize("is_in_turn", [False, True])
+def test_threads_that_do_all_of_it_at_once(make: Make, is_in_turn: bool) -> None:
     """Devices in threads of their own, callers in others; every fourth caller leaves."""
     names = ("a", "b", "c")
     queue = make(*names, max_batch_tokens=16, max_queue_tokens=10**6)
     tickets = [queue.callers.ticket() for _ in range(400)]
 
+    def batches(name: str) -> Iterator[Batch]:
+        if is_in_turn:
+            while queue.batcher.wait(name):
+                if batch := queue.poll(name):
+                    yield batch
+        else:
+            while taken := queue.batcher.take(name):
+                yield Batch(name, *taken)
+
     def device(name: str) -> None:
-        while True:
-            taken = queue.batcher.take(name)
-            if taken is None:
-                return
-            batch = Batch(name, *taken)
+        for batch in batches(name):
             if 13 in batch.values:
                 batch.fail(RuntimeError("unlucky"))
             else:
