@@ -98,7 +98,7 @@ class RemoteReplica:
                 else:
                     _settle(future, message, files)
                 del future  # which holds the results
-        except EOFError as error:
+        except Exception as error:  # the line has ended, or what it brought is not known any more
             while self._running:
                 _, future = self._running.popitem()
                 future.set_exception(DeviceError(self.name, error))
