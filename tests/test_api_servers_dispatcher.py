@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import random
 import tempfile
 import threading
@@ -16,6 +17,7 @@ import torch
 from models import EncodeItem, OutputSpec
 from service.api_servers.dispatcher import Client, place
 from service.api_servers.link import MAX_FILES, Link
+from service.api_servers.link import _Large as Large
 from service.api_servers.messages import Granted, Place, Result, Wanting
 from service.errors import ApiError, InternalError, Unavailable
 from tests.api_servers import DEVICE, ApiServer, Company, CopyingEncoder
@@ -446,6 +448,18 @@ def test_a_result_that_cannot_be_read_is_a_failure_of_its_batch(make: Make) -> N
         assert isinstance(server.error(ticket), InternalError)
         assert open_files() == before
     _still_serves(company, server)
+
+
+def test_a_message_that_cannot_be_read_is_the_loss_of_the_device(make: Make) -> None:
+    """As where the memory of a large one was dropped. Nobody knows whose result it was."""
+    company = make(num_servers=1, max_batch_tokens=1)
+    [server] = company.servers
+    tickets = [server.put(item(1, 1)), server.put(item(1, 2))]
+    company.take()
+    company.clients[0].results.socket.send(pickle.dumps(Large(2**20)))
+    assert [code_of(server.error(ticket)) for ticket in tickets] == ["device_failed"] * 2
+    [error] = server.lost
+    assert isinstance(error.__cause__, IndexError)
 
 
 def _still_serves(company: Company, server: ApiServer) -> None:
