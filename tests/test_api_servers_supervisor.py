@@ -163,12 +163,12 @@ def test_an_api_server_that_is_killed_ends_the_server_once_the_others_have_answe
 def test_a_device_that_fails_under_load_is_told_to_all_api_servers_and_ends_the_server(
     start: Start, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def fail_later(items: Sequence[EncodeItem]) -> None:
-        if len(encoder.batches) > 5:
+    def fail_on_one(items: Sequence[EncodeItem]) -> None:
+        if any(int(image.patches.pixels[0, 0]) == bad for image in items):
             raise torch.AcceleratorError("illegal memory access")
 
-    encoder = CopyingEncoder(fail_later)
-    company = start(fake_replicas(encoder), max_batch_tokens=16)
+    bad = 30  # the image of one API server; the other one has to be told
+    company = start(fake_replicas(CopyingEncoder(fail_on_one)), max_batch_tokens=16)
     answers: list[Answer] = []
 
     def scenario() -> None:
