@@ -15,7 +15,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY deploy/install.sh deploy/constraints.txt deploy/
 # Empty packages in place of the code, so that a change of the code leaves the layer with the dependencies as it was.
 # uv has done its work if it was asked for a build of torch.
-RUN for package in models service service/bench service/encoding service/routes; do \
+RUN for package in models service service/api_servers service/bench service/encoding service/routes; do \
         mkdir $package && touch $package/__init__.py; \
     done \
     && PYTHON=python TORCH=$TORCH deploy/install.sh /opt/venv . \

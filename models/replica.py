@@ -72,6 +72,7 @@ class Replica:
                 self._places.release()
                 return
             self._launch(*batch)
+            del batch  # or its patches and results, which may be large, stay until the next one comes
 
     def _launch_in_turn(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> None:
         self._places.acquire()

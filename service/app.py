@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -52,11 +53,12 @@ _DEMO = "\n**This server runs the demo model: its weights are random and its emb
 
 @dataclass(frozen=True)
 class Together:
-    """What processes that serve together have in common: limits, and their metrics."""
+    """What processes that serve together have in common: limits, their metrics, and when they started."""
 
     reserved_tokens: Tally
     held_bytes: Tally
     gather: Callable[[], Awaitable[Collects]]
+    started_at: int  # seconds since 1970
 
 
 def create_app(
@@ -122,7 +124,7 @@ def create_app(
     embed.add_routes(app.router, engine, pipeline)
     embeddings.add_routes(app.router, engine, pipeline)
     probes.add_routes(app.router, engine)
-    info.add_routes(app.router, settings, engine, own_version)
+    info.add_routes(app.router, settings, engine, own_version, started_at=together.started_at)
     metrics.add_routes(app.router, together.gather)
     docs.add_routes(app.router, app, needs_key=bool(keys), open_paths=OPEN_PATHS)
     return app
@@ -132,7 +134,7 @@ def _alone(registry: CollectorRegistry) -> Together:
     async def gather() -> Collects:
         return registry
 
-    return Together(OwnTally(), OwnTally(), gather)
+    return Together(OwnTally(), OwnTally(), gather, int(time.time()))
 
 
 @asynccontextmanager

@@ -108,6 +108,14 @@ class Queue:
         eventually(lambda: self.batcher._devices[device].is_waiting)
         return future
 
+    def wait(self, device: str = "a") -> Future[bool]:
+        """A device that waits for its turn."""
+        return self._threads.submit(self.batcher.wait, device)
+
+    def poll(self, device: str = "a") -> Batch | None:
+        taken = self.batcher.poll(device)
+        return None if taken is None else Batch(device, *taken)
+
     def answer(self, ticket: Ticket) -> list[int]:
         return [int(embedding) for embedding in self.callers.outcome(ticket)]
 
@@ -276,6 +284,145 @@ def test_what_an_idle_device_leaves_goes_to_a_busy_one(make: Make) -> None:
     batches = [idle.result(10), busy.result(10)]
     assert [batch.values for batch in batches if batch] == [[2], [3]]
     first.finish()
+
+
+# Devices that are granted their turn by another process
+
+
+def test_a_device_waits_until_there_is_a_batch_which_is_formed_when_it_is_its_turn(make: Make) -> None:
+    queue = make()
+    waiting = queue.wait()
+    ticket = queue.put(item(1, 1))
+    assert waiting.result(10)
+    later = queue.put(item(1, 2))
+    assert queue.batcher.waiting_images == 2  # nothing is taken yet
+    batch = queue.poll()
+    assert batch is not None
+    assert batch.values == [1, 2]
+    batch.finish()
+    assert [queue.answer(one) for one in (ticket, later)] == [[1], [2]]
+    queue.assert_empty()
+
+
+def test_there_may_be_nothing_left_when_it_is_its_turn(make: Make) -> None:
+    queue = make()
+    assert queue.poll() is None
+    ticket = queue.put(item(1, 1))
+    assert queue.wait().result(10)
+    queue.batcher.leave(ticket)
+    assert queue.poll() is None
+    queue.assert_empty()
+    waiting = queue.wait()
+    queue.put(item(1, 2))
+    assert waiting.result(10)
+    batch = queue.poll()
+    assert batch is not None
+    assert batch.values == [2]
+
+
+def test_who_is_past_its_deadline_is_ended_when_it_is_its_turn(make: Make) -> None:
+    queue = make()
+    late = queue.put(item(1, 1), deadline=time.perf_counter() - 1)
+    in_time = queue.put(item(1, 2))
+    assert queue.wait().result(10)
+    batch = queue.poll()
+    assert batch is not None
+    batch.finish()
+    assert isinstance(queue.callers.error(late), DeadlineExceeded)
+    assert queue.answer(in_time) == [2]
+
+
+@pytest.mark.parametrize("has_waited", [("a", "b"), ("b", "a")])
+def test_idle_devices_that_wait_for_their_turns_share_what_waits(
+    make: Make, has_waited: tuple[str, str]
+) -> None:
+    queue = make("a", "b", max_batch_tokens=100)
+    waiting = [queue.wait(device) for device in has_waited]
+    ticket = queue.put(*[item(1, value) for value in range(6)])
+    assert [one.result(10) for one in waiting] == [True, True]
+    batches = [queue.poll(device) for device in ("a", "b")]
+    assert [batch.values for batch in batches if batch] == [[0, 1, 2], [3, 4, 5]]
+    for batch in batches:
+        assert batch is not None
+        batch.finish()
+    assert queue.answer(ticket) == list(range(6))
+
+
+def test_a_device_that_has_not_come_gets_no_share(make: Make) -> None:
+    queue = make("a", "b", max_batch_tokens=100)
+    queue.put(*[item(1, value) for value in range(4)])
+    assert queue.wait("a").result(10)
+    batch = queue.poll("a")
+    assert batch is not None
+    assert batch.values == [0, 1, 2, 3]
+
+
+def test_a_device_whose_turn_is_over_is_not_idle_any_more(make: Make) -> None:
+    queue = make("a", "b", max_batch_tokens=100)
+    ticket = queue.put(item(1, 1))
+    assert queue.wait("b").result(10)
+    queue.batcher.leave(ticket)
+    assert queue.poll("b") is None
+    queue.put(item(1, 2), item(1, 3))
+    assert queue.wait("a").result(10)
+    batch = queue.poll("a")
+    assert batch is not None
+    assert batch.values == [2, 3]
+
+
+def test_a_busy_device_wants_no_turn_while_another_waits_for_one(make: Make) -> None:
+    queue = make("a", "b")
+    queue.put(item(1, 1))
+    busy = queue.take("a")
+    idle = queue.wait("b")
+    eventually(lambda: queue.batcher._devices["b"].is_waiting)
+    queue.put(item(1, 2))
+    assert idle.result(10)
+    waiting = queue.wait("a")
+    with pytest.raises(TimeoutError):
+        waiting.result(0.05)
+    assert queue.poll("a") is None
+    batch = queue.poll("b")
+    assert batch is not None
+    assert batch.values == [2]
+    queue.put(item(1, 3))
+    assert waiting.result(10)  # none is idle now
+    for running in (busy, batch):
+        running.finish()
+
+
+def test_a_turn_is_not_wanted_before_a_batch_is_due(make: Make) -> None:
+    queue = make(max_wait_s=3600.0)
+    waiting = queue.wait()
+    queue.put(item(4, 1))
+    with pytest.raises(TimeoutError):
+        waiting.result(0.05)
+    assert queue.poll() is None
+    queue.put(item(6, 2))
+    assert waiting.result(10)
+    batch = queue.poll()
+    assert batch is not None
+    assert batch.values == [1, 2]
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+@pytest.mark.parametrize("has_images", [True, False])
+def test_a_device_that_is_lost_or_told_to_end_gets_no_more_turns(
+    make: Make, is_lost: bool, has_images: bool
+) -> None:
+    queue = make("a", "b")
+    early = queue.wait("a")
+    if has_images:
+        queue.put(item(1, 1))
+        assert early.result(10)
+    if is_lost:
+        queue.batcher.lose("a", DeviceError("a", LOST))
+    else:
+        queue.batcher.close()
+    if not has_images:
+        assert not early.result(10)
+    assert queue.poll("a") is None
+    assert not queue.wait("a").result(10)
 
 
 # Admission
@@ -647,6 +794,23 @@ class History(RuleBasedStateMachine):
             assert batch.num_tokens <= 10 or len(batch.items) == 1
             self.batches.append(batch)
 
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data(), does_one_leave=st.booleans())
+    def have_turns(self, data: st.DataObject, does_one_leave: bool) -> None:
+        batcher = self.queue.batcher
+        wanting = []
+        for name in data.draw(st.permutations(self.alive)):
+            if batcher._has_batch(batcher._devices[name]):
+                assert batcher.wait(name)
+                wanting.append(name)
+        if does_one_leave and self.queued:
+            batcher.leave(data.draw(st.sampled_from(self.queued))[0])
+        for name in wanting:
+            batch = self.queue.poll(name)
+            if batch is not None:
+                assert batch.num_tokens <= 10 or len(batch.items) == 1
+                self.batches.append(batch)
+
     def waiting_tickets(self) -> set[Ticket]:
         return {entry.ticket for entry in self.queue.batcher._waiting}
 
@@ -722,18 +886,24 @@ def test_no_history_loses_a_request_or_answers_one_twice(num_devices: int) -> No
     )
 
 
-def test_threads_that_do_all_of_it_at_once(make: Make) -> None:
+@pytest.mark.parametrize("is_in_turn", [False, True])
+def test_threads_that_do_all_of_it_at_once(make: Make, is_in_turn: bool) -> None:
     """Devices in threads of their own, callers in others; every fourth caller leaves."""
     names = ("a", "b", "c")
     queue = make(*names, max_batch_tokens=16, max_queue_tokens=10**6)
     tickets = [queue.callers.ticket() for _ in range(400)]
 
+    def batches(name: str) -> Iterator[Batch]:
+        if is_in_turn:
+            while queue.batcher.wait(name):
+                if batch := queue.poll(name):
+                    yield batch
+        else:
+            while taken := queue.batcher.take(name):
+                yield Batch(name, *taken)
+
     def device(name: str) -> None:
-        while True:
-            taken = queue.batcher.take(name)
-            if taken is None:
-                return
-            batch = Batch(name, *taken)
+        for batch in batches(name):
             if 13 in batch.values:
                 batch.fail(RuntimeError("unlucky"))
             else:

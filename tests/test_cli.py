@@ -25,7 +25,7 @@ LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (INFO|WARNING|ERROR|CRI
 
 
 class Process:
-    """A server of its own, with what it has logged so far.
+    """A server of its own, in a process group of its own, with what it has logged so far.
 
     Its log is read as it is written: a full pipe would hold the server up.
     """
@@ -38,7 +38,9 @@ class Process:
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            process_group=0,
         )
+        self.pid = self._process.pid
         self._unread: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: the log has ended
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -319,9 +321,10 @@ def test_what_needs_no_model_does_not_wait_for_torch(arguments: list[str], code:
     assert subprocess.run(command, cwd=ROOT, capture_output=True, timeout=60).returncode == code
 
 
-def test_a_port_in_use_exits_with_1_and_one_line(start: Callable[..., Process]) -> None:
+@pytest.mark.parametrize("api_servers", ["1", "2"])
+def test_a_port_in_use_exits_with_1_and_one_line(start: Callable[..., Process], api_servers: str) -> None:
     with listen("127.0.0.1", 0) as taken:
-        process = start("--port", str(taken.getsockname()[1]))
+        process = start("--port", str(taken.getsockname()[1]), "--api-server-count", api_servers)
         assert process.exit_code() == 1
     [line] = process.log
     assert "cannot listen on 127.0.0.1" in line

@@ -219,6 +219,8 @@ def test_the_image_has_the_version_and_the_packages_of_the_project() -> None:
     assert container["image"] == f"vision-sidecar:{version}"
     [packages] = re.findall(r"for package in (.+?); do", DOCKERFILE)
     assert packages.replace("/", ".").split() == PROJECT["tool"]["setuptools"]["packages"]
+    found = {path.parent for top in ("models", "service") for path in (ROOT / top).rglob("__init__.py")}
+    assert set(packages.split()) == {str(folder.relative_to(ROOT)) for folder in found}
 
 
 def copied() -> Iterator[str]:

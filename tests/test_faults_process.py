@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import httpx
 import numpy as np
@@ -40,6 +41,10 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture(scope="module")
 def known() -> list[tuple[bytes, list[float]]]:
+    return known_images()
+
+
+def known_images() -> list[tuple[bytes, list[float]]]:
     """Images of various sizes with their embeddings, each encoded alone."""
     encoder = VisionEncoder.from_pretrained("demo", device="cpu", dtype=torch.float32)
     rng = np.random.default_rng(3)
@@ -53,7 +58,15 @@ def known() -> list[tuple[bytes, list[float]]]:
     return found
 
 
-def port_of(process: Process) -> int:
+class Signalled(Protocol):
+    """A server that can be told to stop."""
+
+    url: str
+
+    def signal(self, number: int) -> None: ...
+
+
+def port_of(process: Signalled) -> int:
     return int(process.url.rsplit(":", 1)[1])
 
 
@@ -74,7 +87,9 @@ def check_embeddings(answer: Answer, expected: Sequence[Sequence[float]]) -> Non
 class Load:
     """Callers who go on until the server takes no connection any more."""
 
-    def __init__(self, process: Process, known: Sequence[tuple[bytes, list[float]]], delay_s: float) -> None:
+    def __init__(
+        self, process: Signalled, known: Sequence[tuple[bytes, list[float]]], delay_s: float
+    ) -> None:
         self._process = process
         self._known = known
         self._delay_s = delay_s

@@ -501,6 +501,18 @@ def test_serving_takes_a_batch_only_when_the_device_has_a_place(make: Make) -> N
     assert encoder.most_running <= MAX_LAUNCHED
 
 
+def test_serving_does_not_hold_a_batch_while_it_waits_for_the_next(make: Make) -> None:
+    batches = Batches()
+    serving = make(Encoder()).serve(batches)
+    pixels = torch.zeros((4, 1), dtype=torch.uint8)
+    future = batches.put(EncodeItem(Patches(pixels, (1, 2, 2), 1), OutputSpec()))
+    held = [weakref.ref(pixels), weakref.ref(future.result(10).embeddings[0])]
+    del pixels, future
+    eventually(lambda: [reference() for reference in held] == [None, None])
+    batches.end()
+    serving.result(10)
+
+
 def test_serving_goes_on_after_a_batch_that_failed(make: Make) -> None:
     encoder, batches = Encoder(fail_launch=RuntimeError("odd shape")), Batches()
     serving = make(encoder).serve(batches)

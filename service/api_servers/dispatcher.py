@@ -139,8 +139,8 @@ class Dispatcher:
         error = future.exception()
         try:
             if error is None:
-                _send_result(client.results, number, future.result())
-            else:
+                error = _try_to_send(client.results, number, future.result())
+            if error is not None:
                 client.results.send(Failure(number, Fault.of(error)))
         except ConnectionError:
             pass  # nobody waits any more
@@ -148,10 +148,22 @@ class Dispatcher:
             self._on_lost(error)
 
 
+def _try_to_send(link: Link, number: int, result: BatchResult) -> Exception | None:
+    """Returns what a result failed with that cannot be sent: there may be no memory or no files for it."""
+    try:
+        _send_result(link, number, result)
+    except ConnectionError:
+        raise
+    except Exception as error:
+        return error
+    return None
+
+
 def _send_result(link: Link, number: int, result: BatchResult) -> None:
     places, sizes = place(result.embeddings)
-    memories = [SharedMemory.create(size) for size in sizes]
+    memories: list[SharedMemory] = []
     try:
+        memories += map(SharedMemory.create, sizes)
         for embedding, there in zip(result.embeddings, places, strict=True):
             memories[there.file].tensor(there.shape, there.dtype, there.offset).copy_(embedding)
         message = Result(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import socket
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from service.api_servers.memory import SharedMemory
 # A message has to fit the socket's buffer. Larger ones travel in memory of their own.
 _MAX_INLINE_BYTES = 2**14
 MAX_FILES = 250  # in one message; the kernel takes 253
+_ANCILLARY_BYTES = socket.CMSG_LEN((MAX_FILES + 1) * array("i").itemsize)
 
 
 @dataclass(frozen=True)
@@ -62,16 +64,21 @@ class Link:
     def receive(self) -> tuple[Any, list[int]]:
         """The next message and its files, which are the caller's to close.
 
-        Raises `EOFError` once the other end is closed, and what the socket raises where it does not wait.
+        Raises `EOFError` once one of the ends is closed, and what the socket raises where it does not wait.
         """
         try:
-            data, files, _, _ = socket.recv_fds(
-                self.socket, _MAX_INLINE_BYTES, MAX_FILES + 1, socket.MSG_CMSG_CLOEXEC
+            # Not `recv_fds`, which passes no flags on in Python 3.11.
+            data, ancillary, _, _ = self.socket.recvmsg(
+                _MAX_INLINE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
-        except ConnectionError:
-            data, files = b"", []
+        except OSError as error:
+            is_closed = self.socket.fileno() < 0  # by another thread of ours
+            if not is_closed and not isinstance(error, ConnectionError):
+                raise
+            data, ancillary = b"", []
         if not data:
-            raise EOFError("the other process has closed its end")
+            raise EOFError("the line to the other process has ended")
+        files = array("i", b"".join(sent for _, _, sent in ancillary)).tolist()
         message = pickle.loads(data)
         if isinstance(message, _Large):
             memory = SharedMemory(files.pop(), message.num_bytes)

@@ -24,6 +24,7 @@ from service.api_servers.link import Link
 from service.api_servers.memory import SharedMemory
 from service.api_servers.merge import Merged
 from service.api_servers.messages import (
+    STOP_SIGNALS,
     EncoderFacts,
     Fault,
     Leaving,
@@ -203,7 +204,9 @@ class ApiServer(Server):
 
 def main(file: int) -> NoReturn:
     """Serves until the supervisor says that it is enough. `file` is the line to it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, until there is a handler
+    for number in STOP_SIGNALS:  # held back by the supervisor; until there is a handler
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     link = Link.of_file(file)
     setup, files = link.receive()
     assert isinstance(setup, Setup), f"not a set-up: {setup!r}"
@@ -223,7 +226,7 @@ def main(file: int) -> NoReturn:
         settings,
         registry=registry,
         start_replicas=lambda settings: replicas,
-        together=Together(reserved_tokens, held_bytes, line.gather),
+        together=Together(reserved_tokens, held_bytes, line.gather, setup.started_at),
     )
     server = ApiServer(
         app,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,9 @@ from prometheus_client import Metric
 
 from models import BatchStats, DeviceError, ModelError, OutputSpec, Preprocessor, VisionEncoder
 from service.settings import Settings
+
+# What a process is told to stop with from outside. Those of an API server are the supervisor's concern.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 # About batches, between an API server and one device
 
@@ -128,6 +132,7 @@ class Setup:
     num_servers: int
     devices: tuple[str, ...]
     slot_bytes: int
+    started_at: int  # seconds since 1970
 
 
 @dataclass(frozen=True)

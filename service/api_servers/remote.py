@@ -5,6 +5,7 @@ The other end of `dispatcher`.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -63,12 +64,15 @@ class RemoteReplica:
                 self._batches.send(Wanting())
                 message, _ = self._batches.receive()
                 assert isinstance(message, Granted), f"not asked for: {message!r}"
-                batch = queue.poll()
-                self._batches.send(Nothing() if batch is None else self._write(*batch))
+                self._batches.send(self._next(queue))
         except BaseException as error:
             serving.set_exception(error)
         else:
             serving.set_result(None)
+
+    def _next(self, queue: DeviceQueue) -> Batch | Nothing:
+        batch = queue.poll()
+        return Nothing() if batch is None else self._write(*batch)
 
     def _write(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> Batch | Nothing:
         future.set_running_or_notify_cancel()
@@ -88,11 +92,13 @@ class RemoteReplica:
         try:
             while True:
                 message, files = self._results.receive()
+                future = self._running.pop(message.number)
                 if isinstance(message, Failure):
-                    self._running.pop(message.number).set_exception(message.fault.error())
+                    future.set_exception(message.fault.error())
                 else:
-                    self._running.pop(message.number).set_result(_result(message, files))
-        except EOFError as error:
+                    _settle(future, message, files)
+                del future  # which holds the results
+        except Exception as error:  # the line has ended, or what it brought is not known any more
             while self._running:
                 _, future = self._running.popitem()
                 future.set_exception(DeviceError(self.name, error))
@@ -110,10 +116,22 @@ class RemoteReplicas:
     replicas: Sequence[RemoteReplica]
 
 
+def _settle(future: Future[BatchResult], message: Result, files: Sequence[int]) -> None:
+    """With the result, or with what kept it from being read: the process may have no more files."""
+    try:
+        result = _result(message, files)
+    except Exception as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
 def _result(message: Result, files: Sequence[int]) -> BatchResult:
-    memories = [SharedMemory(file, size) for file, size in zip(files, message.file_sizes, strict=True)]
-    for memory in memories:
-        memory.close_file()
+    try:
+        memories = [SharedMemory(file, size) for file, size in zip(files, message.file_sizes, strict=True)]
+    finally:
+        for file in files:
+            os.close(file)
     embeddings = tuple(
         memories[place.file].tensor(place.shape, place.dtype, place.offset) for place in message.embeddings
     )

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from service.api_servers.link import Link
 from service.api_servers.memory import SharedMemory
 from service.api_servers.merge import merge
 from service.api_servers.messages import (
+    STOP_SIGNALS,
     EncoderFacts,
     Fault,
     Leaving,
@@ -121,7 +123,7 @@ class Supervisor:
         """Serves until it is told to stop or has failed. Returns the exit code."""
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             self._loop.add_signal_handler(number, self._on_signal, number)
         try:
             replicas = self._start_replicas(self._settings).replicas
@@ -143,6 +145,7 @@ class Supervisor:
     def _start_members(self, devices: Sequence[str]) -> None:
         settings = self._settings
         threads = -(-settings.decode_threads // self._num_servers)
+        started_at = int(time.time())
         settings = settings.model_copy(update={"decode_threads": threads})
         slot_bytes = max(settings.max_batch_tokens, settings.max_request_tokens) * _MAX_TOKEN_BYTES
         tallies = tallies_memory(self._num_servers)
@@ -159,7 +162,8 @@ class Supervisor:
                 ends += [their_batches, their_results]
             line, their_line = Link.pair()
             process = self._spawn(their_line)
-            line.send(Setup(settings, index, self._num_servers, tuple(devices), slot_bytes), theirs)
+            setup = Setup(settings, index, self._num_servers, tuple(devices), slot_bytes, started_at)
+            line.send(setup, theirs)
             for end in (*ends, their_line):
                 end.socket.close()
             self._attend(Member(index, process, line, connections))
@@ -172,10 +176,15 @@ class Supervisor:
             )
 
     def _spawn(self, line: Link) -> subprocess.Popen[bytes]:
+        """With signals held back, as one to all processes of a group may come before it has its handlers."""
         command = _COMMAND.format(path=sys.path, file=line.fileno())
-        return subprocess.Popen(
-            [sys.executable, "-c", command], stdin=subprocess.DEVNULL, pass_fds=[line.fileno()]
-        )
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-c", command], stdin=subprocess.DEVNULL, pass_fds=[line.fileno()]
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def _attend(self, member: Member) -> None:
         self._members.append(member)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from fastapi import APIRouter, Request, Response
 
 from service.dtypes import dtype_name
@@ -19,8 +17,11 @@ MODEL = "/v1/models/{model_id:path}"  # a hub id has a slash
 PATHS = (INFO, MODELS, MODEL)
 
 
-def add_routes(router: APIRouter, settings: Settings, engine: Engine, version: str) -> None:
-    card = ModelCard(id=settings.served_name, created=int(time.time()))
+def add_routes(
+    router: APIRouter, settings: Settings, engine: Engine, version: str, *, started_at: int
+) -> None:
+    """`started_at`: seconds since 1970."""
+    card = ModelCard(id=settings.served_name, created=started_at)
     model_body = card.model_dump_json().encode()
     models_body = ModelList(data=[card]).model_dump_json().encode()
 

@@ -1,0 +1,146 @@
+"""A device with its dispatcher, and queues of several API servers in front of it, all in one process."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from models import BatchResult, BatchStats, DeviceError, EncodeItem, Replica
+from service.api_servers.dispatcher import Client, Dispatcher
+from service.api_servers.link import Link
+from service.api_servers.memory import SharedMemory
+from service.api_servers.messages import EncoderFacts
+from service.api_servers.remote import RemoteReplica
+from service.batcher import Batcher
+from service.queued import QueueLimits
+from service.ticket import Ticket
+from tests.conftest import FakeEncoder, FakeRunning
+from tests.queueing import Callers, eventually, value_of
+
+DEVICE = "fake"
+
+
+class CopyingEncoder(FakeEncoder):
+    """Copies the patches when it is launched, as encoders do: their memory is not theirs for longer."""
+
+    def launch(self, items: Sequence[EncodeItem]) -> FakeRunning:
+        return super().launch([copy_of(item) for item in items])
+
+
+def copy_of(item: EncodeItem) -> EncodeItem:
+    return replace(item, patches=replace(item.patches, pixels=item.patches.pixels.clone()))
+
+
+class ApiServer:
+    """The queue of one API server, and its end of the lines to the device."""
+
+    def __init__(self, callers: Callers, replica: RemoteReplica, limits: QueueLimits) -> None:
+        self._callers = callers
+        self.replica = replica
+        self.lost: list[DeviceError] = []
+        self.observed: list[BatchStats] = []
+        self.batcher = Batcher(limits, observe=self.observed.append, on_lost=self.lost.append)
+        self.serving = replica.serve(self.batcher.add_device(replica.name))
+        self.serving.add_done_callback(self._on_served)
+        replica.ready.set_result(EncoderFacts.of(cast(Any, FakeEncoder())))
+
+    def _on_served(self, serving: Future[None]) -> None:
+        """As the engine does it."""
+        error = serving.exception()
+        if error is not None:
+            self.batcher.lose(DEVICE, DeviceError(DEVICE, error))
+
+    def put(self, *images: EncodeItem) -> Ticket:
+        return self._callers.put(self.batcher, *images)
+
+    def outcome(self, ticket: Ticket) -> Sequence[torch.Tensor]:
+        return self._callers.outcome(ticket)
+
+    def error(self, ticket: Ticket) -> Exception:
+        return self._callers.error(ticket)
+
+
+class Batch:
+    """What the device was given, until the test ends it."""
+
+    def __init__(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> None:
+        self.values = [value_of(item) for item in items]
+        self.items = [copy_of(item) for item in items]
+        self.future = future
+
+    def finish(self, *embeddings: torch.Tensor) -> None:
+        """With those, or with the values of the images."""
+        found = embeddings or tuple(torch.tensor([float(value)]) for value in self.values)
+        stats = BatchStats(DEVICE, len(self.items), len(self.items), 0, {}, {}, 0, 0.1)
+        self.future.set_result(BatchResult(found, (stats,), 1.0, 2.0))
+
+
+class Company:
+    """API servers and the device that they share."""
+
+    def __init__(
+        self,
+        callers: Callers,
+        *,
+        num_servers: int = 2,
+        max_batch_tokens: int = 10,
+        memory_bytes: int = 2**20,
+        timeout_s: float = 10.0,
+        strangers: Sequence[Client] = (),  # further API servers, which the test plays
+    ) -> None:
+        self.memory = SharedMemory.create(memory_bytes)
+        limits = QueueLimits(max_batch_tokens, 10_000)
+        self.clients: list[Client] = []
+        self.servers: list[ApiServer] = []
+        for _ in range(num_servers):
+            (batches, their_batches), (results, their_results) = Link.pair(), Link.pair()
+            self.clients.append(Client(batches, results))
+            replica = RemoteReplica(DEVICE, their_batches, their_results, self.memory)
+            self.servers.append(ApiServer(callers, replica, limits))
+        self.clients += strangers
+        self.lost: list[DeviceError] = []
+        self.dispatcher = Dispatcher(self.clients, self.memory, timeout_s=timeout_s, on_lost=self.lost.append)
+        self._threads = ThreadPoolExecutor(1)
+        self._replica: Replica | None = None
+
+    def serve(self, encoder: FakeEncoder) -> None:
+        """Has an encoder run all that comes."""
+        self._replica = Replica(DEVICE, partial(cast(Any, lambda: encoder)))
+        self._replica.serve(self.dispatcher)
+
+    def take(self) -> Batch:
+        """The next batch, for the test to run. In another thread, so that the test cannot be held up."""
+        taken = self._threads.submit(self.dispatcher.take).result(10)
+        assert taken is not None, "no API server is left"
+        return Batch(*taken)
+
+    def wait_until_wanting(self, number: int) -> None:
+        """Images of so many API servers wait, and they have said so."""
+
+        def num_wanting() -> int:
+            links = [client.batches.socket for client in self.clients if client.batches.fileno() >= 0]
+            return len(self.dispatcher._wanting) + len(select.select(links, [], [], 0)[0])
+
+        eventually(lambda: num_wanting() == number)
+
+    def end_device(self) -> None:
+        """As the end of its process would."""
+        for client in self.clients:
+            client.batches.close()
+            client.results.close()
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.batcher.close()
+            server.replica.close()
+        if self._replica is not None:
+            self._replica.close()
+        self._threads.shutdown()
+        self.end_device()
+        self.memory.close_file()

@@ -1,0 +1,472 @@
+"""Batches on their way from the queues of API servers to a device, and their results on the way back."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+
+from models import EncodeItem, OutputSpec
+from service.api_servers.dispatcher import Client, place
+from service.api_servers.link import MAX_FILES, Link
+from service.api_servers.link import _Large as Large
+from service.api_servers.messages import Granted, Place, Result, Wanting
+from service.errors import ApiError, InternalError, Unavailable
+from tests.api_servers import DEVICE, ApiServer, Company, CopyingEncoder
+from tests.conftest import known_embedding
+from tests.queueing import Callers, eventually, item, value_of
+
+MIB = 2**20
+TOKENS = OutputSpec(pooled=False, deepstack=False)
+DTYPES = (None, torch.float16, torch.bfloat16)
+OUTPUTS = [
+    *(
+        OutputSpec(pooled=True, deepstack=False, dtype=dtype)
+        for dtype in (None, torch.float16, torch.bfloat16)
+    ),
+    OutputSpec(pooled=True, normalize=True, deepstack=False),
+    *(OutputSpec(deepstack=False, dtype=dtype) for dtype in DTYPES),
+    OutputSpec(deepstack=True),
+]
+
+Make = Callable[..., Company]
+
+
+@pytest.fixture
+def make(callers: Callers) -> Iterator[Make]:
+    made: list[Company] = []
+
+    def make_company(**options: object) -> Company:
+        made.append(Company(callers, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make_company
+    for company in made:
+        company.close()
+
+
+def open_files() -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+def code_of(error: Exception) -> str:
+    assert isinstance(error, ApiError), error
+    return error.code
+
+
+# Results
+
+
+def test_results_of_every_kind_come_back_as_they_were(make: Make) -> None:
+    company = make(max_batch_tokens=1000)
+    company.serve(CopyingEncoder())
+    server = company.servers[0]
+    images = [item(size, size, output) for size in (1, 3, 17) for output in OUTPUTS]
+    found = server.outcome(server.put(*images))
+    for image, embedding in zip(images, found, strict=True):
+        expected = known_embedding(image.patches, image.output)
+        assert (embedding.dtype, embedding.shape) == (expected.dtype, expected.shape)
+        assert embedding.equal(expected)
+    assert sum(stats.num_images for stats in server.observed) == len(images)
+    assert {stats.device for stats in server.observed} == {DEVICE}
+    assert company.servers[1].observed == []
+
+
+def test_what_each_gets_is_its_own_under_load(make: Make) -> None:
+    """The one memory for patches is written by all, and again before results are there."""
+    company = make(num_servers=3, memory_bytes=16 * 20)
+    company.serve(CopyingEncoder())
+    rng = random.Random(2)
+    sent = []
+    for _ in range(150):
+        server = rng.choice(company.servers)
+        images = [item(rng.randint(1, 10), rng.randrange(256)) for _ in range(rng.randint(1, 4))]
+        sent.append((server, images, server.put(*images)))
+    for server, images, ticket in sent:
+        assert [embedding[0].item() for embedding in server.outcome(ticket)] == [value_of(i) for i in images]
+    eventually(lambda: company.dispatcher.is_idle)
+    assert all(server.batcher.is_idle for server in company.servers)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "files"),
+    [
+        ([], []),
+        ([100, MIB - 1, 64], [0, 0, 0]),
+        ([MIB - 1, MIB, MIB + 1, 5], [0, 1, 2, 0]),
+        ([MIB] * (MAX_FILES + 2), [*range(1, MAX_FILES), 0, 0, 0]),
+    ],
+    ids=["none", "small", "border", "many"],
+)
+def test_large_embeddings_have_memory_of_their_own_as_long_as_there_are_files(
+    sizes: Sequence[int], files: Sequence[int]
+) -> None:
+    tensors = [torch.empty(0, dtype=torch.uint8).expand(0) if not size else _bytes(size) for size in sizes]
+    places, file_sizes = place(tensors)
+    assert [there.file for there in places] == files
+    assert len(file_sizes) <= MAX_FILES
+    ends = [0] * len(file_sizes)
+    for there, size in zip(places, sizes, strict=True):
+        assert there.offset % 64 == 0
+        assert there.offset >= ends[there.file]  # none overlaps another
+        ends[there.file] = there.offset + size
+    assert all(end <= size for end, size in zip(ends, file_sizes, strict=True))
+
+
+def _bytes(size: int) -> torch.Tensor:
+    return torch.zeros(1, dtype=torch.uint8).expand(size)
+
+
+def test_a_large_answer_does_not_keep_the_memory_of_others(make: Make) -> None:
+    company = make(num_servers=1)
+    [server] = company.servers
+    ticket = server.put(item(1, 1, TOKENS), item(1, 2, TOKENS), item(1, 3, TOKENS))
+    opened = open_files()
+    company.take().finish(*(torch.full((MIB + extra,), 5, dtype=torch.uint8) for extra in (-1, 0, 1)))
+    embeddings = list(server.outcome(ticket))
+    assert [len(embedding) for embedding in embeddings] == [MIB - 1, MIB, MIB + 1]
+    assert all(bool((embedding == 5).all()) for embedding in embeddings)
+    assert len({embedding.untyped_storage().data_ptr() for embedding in embeddings}) == 3
+    del ticket
+    held = open_files()
+    embeddings.pop()
+    assert open_files() == held - 1
+    embeddings.clear()
+    assert open_files() == opened
+
+
+def test_more_large_embeddings_than_a_message_has_files_for(make: Make) -> None:
+    company = make(num_servers=1, max_batch_tokens=1000)
+    [server] = company.servers
+    number = MAX_FILES + 3
+    values = [value % 256 for value in range(number)]
+    ticket = server.put(*[item(1, value, TOKENS) for value in values])
+    opened = open_files()
+    batch = company.take()
+    batch.finish(*(torch.tensor(value, dtype=torch.uint8).expand(MIB) for value in batch.values))
+    embeddings = server.outcome(ticket)
+    assert [int(embedding[-1]) for embedding in embeddings] == values
+    assert all(len(embedding) == MIB for embedding in embeddings)
+    del embeddings, batch, ticket
+    assert open_files() == opened
+
+
+def test_a_batch_of_very_many_images_is_a_message_as_any_other(make: Make) -> None:
+    company = make(num_servers=1, max_batch_tokens=5000)
+    [server] = company.servers
+    values = [value % 256 for value in range(3000)]
+    ticket = server.put(*[item(1, value) for value in values])
+    company.take().finish()
+    assert [int(embedding) for embedding in server.outcome(ticket)] == values
+
+
+# Turns
+
+
+def test_api_servers_have_their_batches_run_in_turn(make: Make) -> None:
+    company = make(num_servers=3, max_batch_tokens=1)
+    for number, server in enumerate(company.servers):
+        server.put(*[item(1, number)] * 3)
+    turns = []
+    for left in (3, 3, 3, 3, 3, 3, 3, 2, 1):
+        company.wait_until_wanting(left)
+        [value] = company.take().values
+        turns.append(value)
+    assert sorted(turns[:3]) == [0, 1, 2]
+    assert turns == turns[:3] * 3
+
+
+def test_who_comes_late_has_the_next_turn(make: Make) -> None:
+    company = make(max_batch_tokens=1)
+    busy, late = company.servers
+    busy.put(*[item(1, 1)] * 4)
+    company.wait_until_wanting(1)
+    assert company.take().values == [1]
+    company.wait_until_wanting(1)
+    company.take()
+    late.put(item(1, 2))
+    company.wait_until_wanting(2)
+    assert 2 in [company.take().values[0] for _ in range(2)]
+
+
+def test_a_batch_is_formed_when_it_is_its_turn(make: Make) -> None:
+    company = make(num_servers=1)
+    [server] = company.servers
+    server.put(item(1, 1))
+    company.wait_until_wanting(1)
+    server.put(item(1, 2))
+    assert company.take().values == [1, 2]
+
+
+def test_what_does_not_wait_any_more_costs_no_place(make: Make) -> None:
+    company = make()
+    leaving, staying = company.servers
+    gone = leaving.put(item(1, 1))
+    company.wait_until_wanting(1)
+    leaving.batcher.leave(gone)
+    staying.put(item(1, 2))
+    company.wait_until_wanting(2)
+    assert company.take().values == [2]
+    back = leaving.put(item(1, 3))
+    batch = company.take()
+    assert batch.values == [3]
+    batch.finish()
+    assert [int(embedding) for embedding in leaving.outcome(back)] == [3]
+
+
+# API servers that are gone
+
+
+class Stranger:
+    """An API server that the test plays."""
+
+    def __init__(self) -> None:
+        (batches, self.batches), (results, self.results) = Link.pair(), Link.pair()
+        self.client = Client(batches, results)
+
+    def leave(self) -> None:
+        self.batches.close()
+        self.results.close()
+
+
+def test_an_api_server_that_is_gone_before_its_turn_is_passed_over(make: Make) -> None:
+    stranger = Stranger()
+    company = make(num_servers=1, strangers=[stranger.client])
+    stranger.batches.send(Wanting())
+    stranger.leave()
+    company.servers[0].put(item(1, 1))
+    assert company.take().values == [1]
+
+
+def test_an_api_server_that_goes_when_it_is_granted_a_place_is_passed_over(make: Make) -> None:
+    stranger = Stranger()
+    company = make(num_servers=1, strangers=[stranger.client])
+
+    def go() -> None:
+        assert stranger.batches.receive() == (Granted(), [])
+        stranger.leave()
+
+    stranger.batches.send(Wanting())
+    going = threading.Thread(target=go)
+    going.start()
+    company.servers[0].put(item(1, 1))
+    assert company.take().values == [1]
+    going.join(10)
+
+
+def test_a_result_that_nobody_waits_for_any_more_is_dropped(make: Make) -> None:
+    company = make()
+    gone, staying = company.servers
+    gone.put(item(1, 1))
+    batch = company.take()
+    gone.batcher.close()
+    gone.replica.close()
+    before = open_files()
+    batch.finish()
+    assert company.dispatcher.is_idle
+    assert (company.lost, open_files()) == ([], before)
+    ticket = staying.put(item(1, 2))
+    company.take().finish()
+    assert [int(embedding) for embedding in staying.outcome(ticket)] == [2]
+
+
+def test_once_all_are_gone_there_is_no_more(make: Make) -> None:
+    company = make()
+    for server in company.servers:
+        server.batcher.close()
+        server.replica.close()
+        server.serving.result(10)
+    assert company.dispatcher.take() is None
+
+
+def test_an_api_server_that_keeps_a_place_and_sends_nothing_is_waited_for_no_longer_than_that(
+    make: Make,
+) -> None:
+    stranger = Stranger()
+    company = make(num_servers=0, strangers=[stranger.client], timeout_s=0.1)
+    stranger.batches.send(Wanting())
+    with pytest.raises(TimeoutError):
+        company.dispatcher.take()
+    stranger.leave()
+
+
+def test_an_api_server_that_ends_has_no_thread_left(make: Make) -> None:
+    company = make(num_servers=1)
+    [server] = company.servers
+    names = {f"batches-{DEVICE}", f"results-{DEVICE}"}
+    assert names <= {thread.name for thread in threading.enumerate()}
+    server.batcher.close()
+    server.replica.close()
+    assert server.serving.result(10) is None
+    eventually(lambda: not names & {thread.name for thread in threading.enumerate()})
+    assert server.lost == []
+
+
+# Failures
+
+
+def failing_on(value: int, error: Exception) -> CopyingEncoder:
+    def fail_on_some(items: Sequence[EncodeItem]) -> None:
+        if any(value_of(image) == value for image in items):
+            raise error
+
+    return CopyingEncoder(fail_on_some)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ValueError("cannot encode it"), "cannot encode it"),
+        (torch.OutOfMemoryError("out of memory"), "out of memory"),
+        (KeyError(), "KeyError()"),
+    ],
+)
+def test_an_image_that_fails_fails_alone_and_says_why(make: Make, error: Exception, message: str) -> None:
+    company = make()
+    company.serve(failing_on(7, error))
+    server, other = company.servers
+    bad, good = server.put(item(1, 1), item(1, 7)), server.put(item(1, 2))
+    elsewhere = other.put(item(1, 3))
+    failure = server.error(bad)
+    assert isinstance(failure, InternalError)
+    assert failure.param == "images[1]"
+    cause = failure.__cause__
+    assert isinstance(cause, RuntimeError)
+    assert str(cause) == message
+    [trace] = cause.__notes__
+    assert "in fail_on_some" in trace
+    assert type(error).__name__ in trace
+    assert server.outcome(good)[0][0] == 2
+    assert other.outcome(elsewhere)[0][0] == 3
+    assert (company.lost, server.lost, other.lost) == ([], [], [])
+
+
+def test_a_device_that_fails_is_lost_to_who_ran_on_it_and_told_to_the_supervisor(make: Make) -> None:
+    company = make()
+    company.serve(failing_on(7, torch.AcceleratorError("illegal memory access")))
+    server, other = company.servers
+    failure = server.error(server.put(item(1, 7)))
+    assert code_of(failure) == "device_failed"
+    eventually(lambda: len(company.lost) == 1)
+    for [error] in (company.lost, server.lost):
+        assert error.device == DEVICE
+        assert str(error) == f"device {DEVICE} is lost: illegal memory access"
+    assert other.lost == []  # it is told by the supervisor
+    with pytest.raises(Unavailable):
+        server.put(item(1, 1))
+
+
+@pytest.mark.parametrize("num_waiting", [0, 1])
+def test_when_the_process_of_the_device_ends_all_that_runs_or_waits_is_answered(
+    make: Make, num_waiting: int
+) -> None:
+    company = make(max_batch_tokens=1)
+    server, other = company.servers
+    tickets = [server.put(item(1, value)) for value in range(2 + num_waiting)]
+    company.take()
+    company.take()
+    company.end_device()
+    assert {code_of(server.error(ticket)) for ticket in tickets} == {"device_failed"}
+    assert code_of(other.error(other.put(item(1, 4)))) == "device_failed"
+    assert (len(server.lost), len(other.lost)) == (1, 1)
+    for one in (server, other):
+        eventually(one.serving.done)
+        assert one.batcher.is_idle
+
+
+def test_a_device_is_stuck_once_it_has_work_and_finishes_none(make: Make) -> None:
+    company = make(num_servers=1, max_batch_tokens=1)
+    [server] = company.servers
+    dispatcher = company.dispatcher
+    assert dispatcher.is_idle
+    assert not dispatcher.is_stuck(0.0)
+    server.put(item(1, 1), item(1, 2))
+    first, second = company.take(), company.take()
+    time.sleep(0.1)
+    assert dispatcher.is_stuck(0.05)
+    assert not dispatcher.is_stuck(60.0)
+    first.finish()
+    assert not dispatcher.is_stuck(0.05)  # it got on
+    assert not dispatcher.is_idle
+    time.sleep(0.1)
+    assert dispatcher.is_stuck(0.05)
+    second.finish()
+    assert dispatcher.is_idle
+    time.sleep(0.1)
+    assert not dispatcher.is_stuck(0.05)
+    server.put(item(1, 3))
+    last = company.take()
+    assert not dispatcher.is_stuck(0.05)  # that it was idle for long is no fault
+    last.finish()
+
+
+def test_patches_that_do_not_fit_the_memory_are_the_failure_of_their_image(make: Make) -> None:
+    company = make(memory_bytes=5 * 16, max_batch_tokens=100)  # of five tokens
+    company.serve(CopyingEncoder())
+    server = company.servers[0]
+    too_large, fits = server.put(item(6, 1)), server.put(item(5, 2), item(4, 3))
+    assert isinstance(server.error(too_large), InternalError)
+    assert [embedding[0].item() for embedding in server.outcome(fits)] == [2, 3]
+    eventually(lambda: server.batcher.is_idle)
+    assert server.lost == []
+
+
+def embedding_that_cannot_be_copied() -> torch.Tensor:
+    return torch.empty(3, device="meta")
+
+
+def test_a_result_that_cannot_be_sent_is_a_failure_of_its_batch(make: Make) -> None:
+    company = make(num_servers=1)
+    [server] = company.servers
+    ticket = server.put(item(1, 1))
+    before = open_files()
+    company.take().finish(embedding_that_cannot_be_copied())
+    assert isinstance(server.error(ticket), InternalError)
+    assert open_files() == before
+    _still_serves(company, server)
+
+
+def test_a_result_that_cannot_be_read_is_a_failure_of_its_batch(make: Make) -> None:
+    """As where a process has so many files open that those of the message are dropped."""
+    company = make(num_servers=1)
+    [server], [device] = company.servers, company.clients
+    ticket = server.put(item(1, 1))
+    assert device.batches.receive()[0] == Wanting()
+    device.batches.send(Granted())
+    batch, _ = device.batches.receive()
+    somewhere = Place(0, 0, (1,), torch.float32)
+    with tempfile.TemporaryFile() as file:
+        before = open_files()
+        too_few = [file.fileno()]
+        device.results.send(Result(batch.number, (64, 64), (somewhere,), (), 1.0, 2.0), too_few)
+        assert isinstance(server.error(ticket), InternalError)
+        assert open_files() == before
+    _still_serves(company, server)
+
+
+def test_a_message_that_cannot_be_read_is_the_loss_of_the_device(make: Make) -> None:
+    """As where the memory of a large one was dropped. Nobody knows whose result it was."""
+    company = make(num_servers=1, max_batch_tokens=1)
+    [server] = company.servers
+    tickets = [server.put(item(1, 1)), server.put(item(1, 2))]
+    company.take()
+    company.clients[0].results.socket.send(pickle.dumps(Large(2**20)))
+    assert [code_of(server.error(ticket)) for ticket in tickets] == ["device_failed"] * 2
+    [error] = server.lost
+    assert isinstance(error.__cause__, IndexError)
+
+
+def _still_serves(company: Company, server: ApiServer) -> None:
+    ticket = server.put(item(1, 9))
+    company.take().finish()
+    assert [int(embedding) for embedding in server.outcome(ticket)] == [9]
+    assert (company.lost, server.lost) == ([], [])

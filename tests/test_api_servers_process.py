@@ -1,0 +1,180 @@
+"""A server of several processes as its callers and its operator meet it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import random
+import re
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import httpx
+import psutil
+import pytest
+
+from service.replicas import load_replicas
+from service.settings import Settings
+from tests.conftest import Service, encode_image
+from tests.serving import eventually
+from tests.test_cli import Process, SlowUpload, wait_for_metric, wait_until_unready
+from tests.traffic import Answer, Scrape, call, leave, post
+
+NUM_SERVERS = 2
+OF_EACH_ANSWER = ("date", "x-request-id", "server-timing", "connection")
+LOOKED_AT = (
+    *("/info", "/v1/models", "/openapi.json", "/nowhere", "/embed"),
+    *("/healthz", "/readyz", "/health"),
+)
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[Process]:
+    """A server with the demo model, which the last test ends."""
+    flags = ("--port", "0", "--device", "cpu", "--decode-threads", "2")
+    running = Process(*flags, "--api-server-count", str(NUM_SERVERS)).ready()
+    yield running
+    running.kill()
+
+
+def of_both(send: Callable[[], httpx.Response]) -> list[httpx.Response]:
+    """Connections are handed out in turn."""
+    return [send() for _ in range(NUM_SERVERS)]
+
+
+def children_of(process: Process) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)  # type: ignore[no-any-return]
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)  # of whom nobody takes note any more
+    except psutil.NoSuchProcess:
+        return True
+
+
+def scrape(process: Process) -> Scrape:
+    return Scrape(httpx.get(f"{process.url}/metrics").raise_for_status().text)
+
+
+def requests() -> list[httpx.Request]:
+    """One of each kind."""
+    png, jpeg = encode_image(100, 70), encode_image(333, 500, format="JPEG", seed=1)
+    large = encode_image(1024, 1024, format="JPEG", seed=2)
+    data = base64.b64encode(png).decode()
+    parts = [("image", (f"{i}.png", image)) for i, image in enumerate((png, jpeg, encode_image(64, 64)))]
+
+    def embed(content: bytes, query: str = "", kind: str = "application/octet-stream") -> httpx.Request:
+        return httpx.Request("POST", f"/embed{query}", content=content, headers={"content-type": kind})
+
+    return [
+        embed(png),
+        embed(jpeg, "?normalize=false&dtype=float16&encoding_format=base64"),
+        embed(jpeg, "?pooling=none&format=npy"),
+        embed(large, "?pooling=none&deepstack=true&format=safetensors"),
+        embed(png, "?pooling=none&dtype=bfloat16&format=safetensors"),
+        embed(jpeg, "?format=vllm"),
+        httpx.Request("POST", "/embed?pooling=none&format=safetensors", files=parts),
+        httpx.Request("POST", "/embed", json={"images": [data, f"data:image/png;base64,{data}"]}),
+        httpx.Request("POST", "/v1/embeddings", json={"model": "demo", "input": data}),
+        embed(png[:50]),
+        embed(png, "?format=tiff"),
+        embed(png, kind="text/plain"),
+        *(httpx.Request("GET", path) for path in LOOKED_AT),
+    ]
+
+
+def test_answers_are_those_of_one_process_bit_for_bit(
+    process: Process, serve: Callable[..., Service]
+) -> None:
+    alone = serve(Settings(device="cpu", decode_threads=2), start_replicas=load_replicas)
+
+    def essence(response: httpx.Response) -> tuple[int, dict[str, str], bytes]:
+        headers = {name: text for name, text in response.headers.items() if name not in OF_EACH_ANSWER}
+        return response.status_code, headers, re.sub(rb'"created":\d+', b"", response.content)
+
+    statuses = set()
+    for request in requests():
+        content, headers, path = request.read(), request.headers, request.url.raw_path.decode()
+        kind = {"content-type": headers["content-type"]} if "content-type" in headers else {}
+        expected = essence(alone.request(request.method, path, content=content, headers=kind))
+        url = process.url + path
+        answers = of_both(
+            partial(httpx.request, request.method, url, content=content, headers=kind, timeout=30)
+        )
+        assert [essence(answer) for answer in answers] == [expected] * NUM_SERVERS, path
+        assert len({answer.content for answer in answers}) == 1
+        statuses.add(expected[0])
+    assert statuses == {200, 400, 404, 405, 415}
+
+
+def test_metrics_are_the_sums_of_all_processes_whoever_is_asked(process: Process) -> None:
+    before = scrape(process)
+    port, rng = int(process.url.rsplit(":", 1)[1]), random.Random(4)
+    images = [encode_image(rng.randint(40, 200), rng.randint(40, 200), seed=n) for n in range(6)]
+    numbers = [1, 2, 0, 4, 1] * 8  # images of each request; 0: what is none
+
+    async def everyone() -> list[Answer]:
+        sent = [post(*rng.choices(images, k=number)) if number else post(b"nothing") for number in numbers]
+        left = [leave(port, sent[0], num_bytes=200, wait_s=0.05, reset=index % 2 == 0) for index in range(6)]
+        answers, _ = await asyncio.gather(
+            asyncio.gather(*(call(port, request) for request in sent)), asyncio.gather(*left)
+        )
+        return answers
+
+    answers = asyncio.run(everyone())
+    assert [answer.status for answer in answers] == [200 if number else 400 for number in numbers]
+    eventually(lambda: scrape(process).total("requests_in_flight") == 1)
+    found = [scrape(process) for _ in range(2 * NUM_SERVERS)]
+    for one in found:
+        one.check_at_rest()
+        counted = Counter(one.statuses())
+        counted.subtract(before.statuses())
+        assert +counted == {200: len(numbers) - numbers.count(0), 400: numbers.count(0), 499: 6}
+        assert one.total("images_total") - before.total("images_total") == sum(numbers)
+        assert one.total("requests_in_flight") == one.total("ready") == one.total("device_up") == 1
+        assert len([name for name, _, _ in one.samples if name == "info"]) == 1
+        assert one.total("queue_limit_tokens") == 131072
+    with ThreadPoolExecutor(8) as threads:  # who comes during a round is answered by the next
+        at_once = list(threads.map(lambda _: scrape(process).statuses(), range(16)))
+    assert at_once == [found[0].statuses()] * 16
+    for name in ("cpu_seconds_total", "start_time_seconds", "open_fds", "max_fds", "virtual_memory_bytes"):
+        assert found[0].total(f"process_{name}") > 0
+    processes = [psutil.Process(process.pid), *children_of(process)]
+    resident = sum(one.memory_info().rss for one in processes)
+    assert found[0].total("process_resident_memory_bytes") == pytest.approx(resident, rel=0.2)
+    openmetrics = httpx.get(f"{process.url}/metrics", headers={"accept": "application/openmetrics-text"})
+    assert openmetrics.text.endswith("# EOF\n")
+
+
+def test_children_of_a_supervisor_that_is_killed_end_by_themselves(process: Process) -> None:
+    """The last test of this server."""
+    children = children_of(process)
+    assert len(children) == NUM_SERVERS
+    os.kill(process.pid, signal.SIGKILL)
+    eventually(lambda: all(has_ended(child) for child in children), timeout_s=10)
+    assert process.exit_code() == -signal.SIGKILL
+
+
+def test_signals_to_all_processes_of_a_group_end_in_order_and_then_at_once() -> None:
+    process = Process("--port", "0", "--device", "cpu", "--api-server-count", str(NUM_SERVERS)).ready()
+    try:
+        children = children_of(process)
+        uploads = [SlowUpload(process.url) for _ in range(NUM_SERVERS)]
+        wait_for_metric(process.url, "requests_in_flight 3.0")  # and the one for metrics
+        os.killpg(process.pid, signal.SIGINT)
+        assert wait_until_unready(process.url).json()["error"]["code"] == "draining"
+        assert httpx.get(f"{process.url}/healthz").status_code == 200
+        uploads[0].finish()
+        assert uploads[0].status() == 200
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.exit_code() == -signal.SIGINT
+        assert uploads[1].status() == 0
+        eventually(lambda: all(has_ended(child) for child in children), timeout_s=5)
+        assert not [line for line in process.log if "Traceback" in line or "CRITICAL" in line]
+    finally:
+        process.kill()

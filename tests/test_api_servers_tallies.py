@@ -1,0 +1,106 @@
+"""What several processes hold of one limit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.admission import ByteBudget
+from service.api_servers.tallies import SharedTally, shared_tallies, tallies_memory
+from service.batcher import Batcher
+from service.errors import TooManyRequests
+from service.queued import QueueLimits
+from service.tally import OwnTally
+from tests.queueing import Callers
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def processes() -> list[list[SharedTally]]:
+    """The tallies of three processes: reserved tokens and held bytes of each."""
+    memory = tallies_memory(3)
+    found = [shared_tallies(os.dup(memory.file), process, 3) for process in range(3)]
+    memory.close_file()
+    return found
+
+
+def test_a_process_changes_its_own_number_and_sees_the_sum(processes: list[list[SharedTally]]) -> None:
+    assert [tally.total for tallies in processes for tally in tallies] == [0] * 6
+    (tokens0, bytes0), (tokens1, bytes1), (tokens2, bytes2) = processes
+    tokens0.own += 5
+    tokens1.own = 2**40
+    tokens2.own += 7
+    tokens0.own -= 4
+    bytes2.own = 100
+    assert [tally.own for tally in (tokens0, tokens1, tokens2)] == [1, 2**40, 7]
+    assert {tally.total for tally in (tokens0, tokens1, tokens2)} == {2**40 + 8}
+    assert [tally.own for tally in (bytes0, bytes1, bytes2)] == [0, 0, 100]
+    assert {tally.total for tally in (bytes0, bytes1, bytes2)} == {100}
+
+
+def test_a_process_alone_has_the_sum() -> None:
+    tally = OwnTally()
+    assert (tally.own, tally.total) == (0, 0)
+    tally.own += 3
+    assert (tally.own, tally.total) == (3, 3)
+
+
+def test_another_process_sees_what_this_one_holds_and_the_other_way_round() -> None:
+    memory = tallies_memory(2)
+    [tokens, _] = shared_tallies(os.dup(memory.file), 0, 2)
+    tokens.own = 11
+    script = (
+        "import sys; from service.api_servers.tallies import shared_tallies\n"
+        "tokens, held = shared_tallies(int(sys.argv[1]), 1, 2)\n"
+        "held.own = 4; tokens.own += tokens.total"
+    )
+    command = [sys.executable, "-c", script, str(memory.file)]
+    subprocess.run(command, cwd=ROOT, pass_fds=[memory.file], check=True, timeout=60)
+    [_, held] = shared_tallies(memory.file, 0, 2)
+    assert (tokens.own, tokens.total) == (11, 22)
+    assert (held.own, held.total) == (0, 4)
+
+
+def test_bytes_of_all_processes_count_against_the_limit(processes: list[list[SharedTally]]) -> None:
+    ours, others = (ByteBudget(100, held) for _, held in processes[:2])
+    with others.permit(70) as permit:
+        permit.add(70)
+        with ours.permit(30) as own:
+            own.add(30)
+            assert (ours.held_bytes, others.held_bytes) == (30, 70)
+            with pytest.raises(TooManyRequests):
+                own.add(1)
+            with pytest.raises(TooManyRequests):
+                others.check(1)
+    assert (ours.held_bytes, ours.held.total) == (0, 0)
+
+
+def test_tokens_of_all_processes_count_against_the_limit(
+    processes: list[list[SharedTally]], callers: Callers
+) -> None:
+    queues = [
+        Batcher(QueueLimits(10, 100), observe=lambda stats: None, on_lost=lambda error: None, reserved=tokens)
+        for tokens, _ in processes[:2]
+    ]
+    for queue in queues:
+        queue.add_device("a")
+    ours, others = queues
+    first, second = callers.ticket(), callers.ticket()
+    others.admit(first, 60)
+    with pytest.raises(TooManyRequests):
+        ours.admit(callers.ticket(), 41)
+    ours.check_room()
+    ours.admit(second, 40)
+    for queue in queues:
+        with pytest.raises(TooManyRequests):
+            queue.check_room()
+    assert (ours.reserved_tokens, others.reserved_tokens) == (40, 60)
+    others.leave(first)
+    ours.check_room()
+    ours.leave(second)
+    assert processes[2][0].total == 0
