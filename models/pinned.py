@@ -10,40 +10,45 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from math import prod
+from typing import Protocol
 
 import torch
 
 _MIN_BYTES = 2**12
 
 
+class Reached(Protocol):
+    """An event of a device."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it. Raises what went wrong on the device."""
+
+
 class PinnedPool:
-    """Threads may share it. On devices other than CUDA the memory is ordinary and not kept."""
+    """Threads may share it. On a CPU the memory is ordinary."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
+        self._pins = device.type == "cuda"
         self._lock = threading.Lock()
-        self._free: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        self._free: list[tuple[torch.Tensor, Reached | None]] = []
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """A block [>= num_bytes] of uint8: the smallest that is free, else a new one, a power of two."""
-        if not self._is_cuda:
-            return torch.empty(num_bytes, dtype=torch.uint8)
         with self._lock:
             fitting = [
                 (len(block), place)
-                for place, (block, event) in enumerate(self._free)
-                if len(block) >= num_bytes and (event is None or event.query())
+                for place, (block, after) in enumerate(self._free)
+                if len(block) >= num_bytes and (after is None or after.query())
             ]
             if fitting:
                 return self._free.pop(min(fitting)[1])[0]
         size = max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length())
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
 
-    def give_back(self, block: torch.Tensor, after: torch.cuda.Event | None = None) -> None:
+    def give_back(self, block: torch.Tensor, after: Reached | None = None) -> None:
         """Makes a block free, once the device has reached the event."""
-        if self._is_cuda:
-            with self._lock:
-                self._free.append((block, after))
+        with self._lock:
+            self._free.append((block, after))
 
 
 def view_of(block: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -141,7 +141,8 @@ class Settings(BaseModel):
         60.0, description="a device that has work and finishes nothing for so many seconds has failed"
     )
     decode_threads: Count = Field(
-        default_factory=_available_cores, description="threads that decode and resize images [cores]"
+        default_factory=_available_cores,
+        description="threads that decode and resize images, of all processes together [cores]",
     )
     api_server_count: int = Field(
         0,

@@ -15,7 +15,7 @@ import torch
 from service.metrics import Stage
 
 # Each answer takes the event loop about half a millisecond.
-_WOKEN_AT_ONCE = 4
+_WOKEN_AT_ONCE = 2
 
 
 class Abandoned(Exception):

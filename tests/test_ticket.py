@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from itertools import pairwise
 
 import pytest
 import torch
@@ -95,5 +96,5 @@ def test_a_large_batch_leaves_the_loop_to_others_in_between(callers: Callers) ->
         return done
 
     done = callers.runner.run(count_turns())
-    steps = [after - before for before, after in zip(done, done[1:], strict=False)]
+    steps = [after - before for before, after in pairwise(done)]
     assert max(steps) < 10

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -191,8 +192,13 @@ class Supervisor:
         for link in (member.line, member.connections):
             link.socket.setblocking(False)
         self._loop.add_reader(member.line.fileno(), self._read, member)
-        process = os.pidfd_open(member.process.pid)
-        self._loop.add_reader(process, self._on_exit, member, process)
+        threading.Thread(
+            target=self._wait_for_exit, args=(member,), name=f"exit-{member.index}", daemon=True
+        ).start()
+
+    def _wait_for_exit(self, member: Member) -> None:
+        code = member.process.wait()
+        self._from_thread(self._on_exit, member, code)
 
     def _serve(self) -> None:
         for replica in self._replicas.values():
@@ -207,10 +213,11 @@ class Supervisor:
             return
         self._has_told = True
         encoders = {name: _facts(replica.ready) for name, replica in self._replicas.items()}
-        self._has_failed |= any(isinstance(encoder, Fault) for encoder in encoders.values())
         gc.collect()
         gc.freeze()
         self._tell_all(Loaded(encoders))
+        if any(isinstance(encoder, Fault) for encoder in encoders.values()):
+            self._fail()
 
     # Connections
 
@@ -353,10 +360,7 @@ class Supervisor:
         self._has_failed = True
         self._stop()
 
-    def _on_exit(self, member: Member, process: int) -> None:
-        self._loop.remove_reader(process)
-        os.close(process)
-        code = member.process.wait()
+    def _on_exit(self, member: Member, code: int) -> None:
         member.is_running = False
         self._leave(member)
         self._scraped(member)
@@ -377,8 +381,8 @@ class Supervisor:
     def _lose(self, device: str, error: DeviceError) -> None:
         if device not in self._lost:
             self._lost.add(device)
-            self._has_failed = True
             self._tell_all(Lost(device, Fault.of(error)))
+            self._fail()
 
     async def _watch(self, timeout_s: float) -> None:
         while True:
