@@ -58,6 +58,11 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
+def shared_maps() -> int:
+    gc.collect()
+    return Path("/proc/self/maps").read_text().count("/memfd:")
+
+
 def code_of(error: Exception) -> str:
     assert isinstance(error, ApiError), error
     return error.code
@@ -130,17 +135,18 @@ def test_a_large_answer_does_not_keep_the_memory_of_others(make: Make) -> None:
     company = make(num_servers=1)
     [server] = company.servers
     ticket = server.put(item(1, 1, TOKENS), item(1, 2, TOKENS), item(1, 3, TOKENS))
-    opened = open_files()
+    opened, mapped = open_files(), shared_maps()
     company.take().finish(*(torch.full((MIB + extra,), 5, dtype=torch.uint8) for extra in (-1, 0, 1)))
     embeddings = list(server.outcome(ticket))
     assert [len(embedding) for embedding in embeddings] == [MIB - 1, MIB, MIB + 1]
     assert all(bool((embedding == 5).all()) for embedding in embeddings)
     assert len({embedding.untyped_storage().data_ptr() for embedding in embeddings}) == 3
     del ticket
-    held = open_files()
+    held = shared_maps()
     embeddings.pop()
-    assert open_files() == held - 1
+    assert shared_maps() == held - 1
     embeddings.clear()
+    assert shared_maps() == mapped
     assert open_files() == opened
 
 

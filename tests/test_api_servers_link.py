@@ -208,9 +208,9 @@ def test_an_end_can_be_given_away_as_a_file(ends: tuple[Link, Link]) -> None:
 def test_memory_is_zero_at_first_and_the_same_for_both() -> None:
     memory = SharedMemory.create(4096)
     other = SharedMemory(os.dup(memory.file), 4096)
-    assert bytes(memory.map[:]) == bytes(4096)
-    memory.map[5] = 7
-    assert other.map[5] == 7
+    assert bytes(memory.buffer) == bytes(4096)
+    memory.buffer[5] = 7
+    assert other.buffer[5] == 7
     other.tensor((2,), torch.float32, 8).copy_(torch.tensor([1.5, -2.0]))
     assert memory.tensor((1, 2), torch.float32, 8).tolist() == [[1.5, -2.0]]
     for one in (memory, other):
@@ -219,7 +219,7 @@ def test_memory_is_zero_at_first_and_the_same_for_both() -> None:
 
 def test_memory_takes_nothing_before_it_is_written() -> None:
     memory = SharedMemory.create(2**40)
-    memory.map[2**39] = 1
+    memory.buffer[2**39] = 1
     assert os.fstat(memory.file).st_blocks * 512 < 2**22
     memory.close_file()
 
@@ -246,4 +246,4 @@ def test_tensors_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> Non
     assert (tensor.shape, tensor.dtype) == (shape, dtype)
     tensor.fill_(1)
     assert memory.tensor(shape, dtype, 64).equal(torch.ones(shape, dtype=dtype))
-    assert bytes(memory.map[:64]) == bytes(64)
+    assert bytes(memory.buffer[:64]) == bytes(64)

@@ -63,7 +63,7 @@ class Dispatcher:
         timeout_s: float,
         on_lost: Callable[[DeviceError], None],
     ) -> None:
-        self._patches = memory.tensor((memory.num_bytes,), torch.uint8)
+        self._patches = memory.bytes
         self._on_lost = on_lost
         self._wanting: deque[Client] = deque()
         self._selector = selectors.DefaultSelector()

@@ -55,7 +55,7 @@ class Link:
             socket.send_fds(self.socket, [data], files)
             return
         memory = SharedMemory.create(len(data))
-        memory.map[:] = data
+        memory.buffer[:] = data
         try:
             socket.send_fds(self.socket, [pickle.dumps(_Large(len(data)))], [*files, memory.file])
         finally:
@@ -83,7 +83,7 @@ class Link:
         if isinstance(message, _Large):
             memory = SharedMemory(files.pop(), message.num_bytes)
             memory.close_file()
-            message = pickle.loads(memory.map)
+            message = pickle.loads(memory.buffer)
         return message, files
 
     def close(self) -> None:

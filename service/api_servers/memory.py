@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+import math
 import os
 
 import torch
@@ -11,28 +11,36 @@ import torch
 class SharedMemory:
     """So many bytes, zero at first; none is taken from the system before it is written.
 
-    Tensors that look into it keep it alive.
+    Tensors that look into it keep it alive. The file is needed only to give it to others: Python's own maps
+    would hold one file each as long as they live.
     """
 
     def __init__(self, file: int, num_bytes: int) -> None:
-        """Of another process: takes the file over. Raises `OSError`."""
+        """Of another process: takes the file over. Raises `RuntimeError` where there is no room for it."""
         self.file = file
         self.num_bytes = num_bytes
-        self.map = mmap.mmap(file, num_bytes)
+        self.bytes = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8)
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:
-        """Raises `OSError`."""
+        """Raises `OSError` or `RuntimeError` where there is no file or no room for it."""
         file = os.memfd_create("vision-sidecar", os.MFD_CLOEXEC)
-        os.ftruncate(file, num_bytes)
-        return cls(file, num_bytes)
+        try:
+            os.ftruncate(file, num_bytes)
+            return cls(file, num_bytes)
+        except BaseException:
+            os.close(file)
+            raise
+
+    @property
+    def buffer(self) -> memoryview:
+        """The bytes for Python."""
+        return self.bytes.numpy().data
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
         """A tensor at an offset in bytes, which is a multiple of its items' size."""
-        count = 1
-        for size in shape:
-            count *= size
-        return torch.frombuffer(self.map, dtype=dtype, count=count, offset=offset).view(shape)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        return self.bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
     def close_file(self) -> None:
         """Once all that shall see the memory have it."""

@@ -41,7 +41,7 @@ class RemoteReplica:
         self.ready: Future[EncoderFacts] = Future()
         self._batches = batches
         self._results = results
-        self._patches = memory.tensor((memory.num_bytes,), torch.uint8)
+        self._patches = memory.bytes
         self._numbers = count()
         self._running: dict[int, Future[BatchResult]] = {}
 

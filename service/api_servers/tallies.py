@@ -17,7 +17,7 @@ class SharedTally:
 
     def __init__(self, memory: SharedMemory, index: int, process: int, num_processes: int) -> None:
         start = index * num_processes
-        self._numbers = memoryview(memory.map).cast("q")[start : start + num_processes]
+        self._numbers = memory.buffer.cast("q")[start : start + num_processes]
         self._process = process
 
     @property
