@@ -155,8 +155,12 @@ class VisionEncoder:
                 for part in select_outputs(tokens, indices, items, self.kernels, self.dtype, running.upload):
                     running.read_back(part)
 
-            counts = self.graphs.run(images, select, running.begin)
-            running.launched(counts, num_tokens=sum(image.num_tokens for image in images))
+            try:
+                counts = self.graphs.run(images, select, running.begin)
+                running.launched(counts, num_tokens=sum(image.num_tokens for image in images))
+            except BaseException:
+                running.abandon()
+                raise
         return running
 
     def run(self, items: Sequence[EncodeItem]) -> BatchResult:

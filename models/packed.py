@@ -96,27 +96,35 @@ class PackedVisionTransformer:
         self.model(inputs, metadata["grids"], output, max_length=len(inputs), padded=True)
 
     def encoder_eager_forward(self, batch: Sequence[Patches]) -> torch.Tensor:
-        config, device = self.model.config, self.device
-        num_rows = self._num_rows(batch)
-        shapes = (num_rows, config.patch_dim), (len(batch), 2)
+        shapes = (self._num_rows(batch), self.model.config.patch_dim), (len(batch), 2)
         blocks = [
             self._pinned.take(math.prod(shape) * size) for shape, size in zip(shapes, (1, 4), strict=True)
         ]
-        host = HostBuffers(
-            view_of(blocks[0], shapes[0], torch.uint8), {"grids": view_of(blocks[1], shapes[1], torch.int32)}
-        )
-        self.prepare_encoder_cudagraph_replay_buffers(batch, host)
+        try:
+            return self._run_eagerly(batch, *map(view_of, blocks, shapes, (torch.uint8, torch.int32)))
+        finally:
+            self._give_back(blocks)
+
+    def _run_eagerly(
+        self, batch: Sequence[Patches], pixels: torch.Tensor, grids: torch.Tensor
+    ) -> torch.Tensor:
+        """By way of host memory for the rows and grids."""
+        config, device = self.model.config, self.device
+        self.prepare_encoder_cudagraph_replay_buffers(batch, HostBuffers(pixels, {"grids": grids}))
         levels = 1 + len(config.deepstack_visual_indexes)
-        tokens = num_rows // self._merge
+        tokens = len(pixels) // self._merge
         output = torch.empty(levels, tokens, config.out_hidden_size, dtype=self.dtype, device=device)
-        inputs = host.input.to(device, non_blocking=True)
-        grids = host.metadata["grids"].to(device, non_blocking=True)
-        self._free(blocks)
-        self.model(inputs, grids, output, max_length=max(len(image.pixels) for image in batch), padded=False)
+        self.model(
+            pixels.to(device, non_blocking=True),
+            grids.to(device, non_blocking=True),
+            output,
+            max_length=max(len(image.pixels) for image in batch),
+            padded=False,
+        )
         return output
 
-    def _free(self, blocks: Sequence[torch.Tensor]) -> None:
-        """Once the current stream has read them."""
+    def _give_back(self, blocks: Sequence[torch.Tensor]) -> None:
+        """Once the current stream has come so far."""
         after = None
         if self.device.type == "cuda":
             after = torch.cuda.Event()

@@ -2,7 +2,7 @@
 
 torch keeps the pinned memory of all devices in one cache, which asks every device for its events whenever
 memory is wanted. So a device that is lost would fail the others' batches, and each would look lost itself.
-Blocks here stay with their device, and with the process.
+Blocks here stay with their device, and with the process, whoever forgets them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class PinnedPool:
         self._pins = device.type == "cuda"
         self._lock = threading.Lock()
         self._free: list[tuple[torch.Tensor, Reached | None]] = []
+        self._all: list[torch.Tensor] = []
 
     def take(self, num_bytes: int) -> torch.Tensor:
         """A block [>= num_bytes] of uint8: the smallest that is free, else a new one, a power of two."""
@@ -42,8 +43,9 @@ class PinnedPool:
             ]
             if fitting:
                 return self._free.pop(min(fitting)[1])[0]
-        size = max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length())
-        return torch.empty(size, dtype=torch.uint8, pin_memory=self._pins)
+            size = max(_MIN_BYTES, 1 << (num_bytes - 1).bit_length())
+            self._all.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pins))
+            return self._all[-1]
 
     def give_back(self, block: torch.Tensor, after: Reached | None = None) -> None:
         """Makes a block free, once the device has reached the event."""

@@ -138,23 +138,41 @@ class RunningBatch:
 
     def wait_for_device(self) -> None:
         """Returns once the device has finished. Raises what went wrong on it."""
-        self._computed.wait()
-        self._downloaded.wait()
+        try:
+            self._computed.wait()
+            self._downloaded.wait()
+        except BaseException:
+            self.abandon()
+            raise
 
     def collect(self) -> BatchResult:
         """The results, after `wait_for_device`."""
         embeddings: dict[int, torch.Tensor] = {}
-        for part in self._parts:
-            embeddings.update(zip(part.indices, _copies(part), strict=True))
-        self._parts.clear()
-        while self._blocks:
-            self._stream.pinned.give_back(self._blocks.pop())
+        try:
+            for part in self._parts:
+                embeddings.update(zip(part.indices, _copies(part), strict=True))
+        finally:
+            self._parts.clear()
+            self._give_back()
         return BatchResult(
             tuple(embeddings[index] for index in range(self._num_images)),
             (self._stats(),),
             self._started_at,
             time.perf_counter(),
         )
+
+    def abandon(self) -> None:
+        """For a batch that failed on its way. Its memory is free once the device has done what it was told."""
+        self._parts.clear()
+        try:
+            after = self._stream.record_all()
+        except torch.AcceleratorError:
+            return  # the device is lost, and its memory with it
+        self._give_back(after)
+
+    def _give_back(self, after: torch.cuda.Event | None = None) -> None:
+        while self._blocks:
+            self._stream.pinned.give_back(self._blocks.pop(), after)
 
     def _stats(self) -> BatchStats:
         return BatchStats(

@@ -38,6 +38,15 @@ class DeviceStream:
             event.record(self.cuda)
             event.query()
 
+    def record_all(self) -> torch.cuda.Event | None:
+        """An event behind all that was given to the device so far; None on devices without streams."""
+        if self.cuda is None or self.download is None:
+            return None
+        self.download.wait_stream(self.cuda)
+        event = torch.cuda.Event()
+        event.record(self.download)
+        return event
+
     def hand_over(self, tensors: Iterable[torch.Tensor]) -> None:
         """Lets the caller's stream wait for this one, and keeps the tensors' memory while it reads them."""
         if self.cuda is None:

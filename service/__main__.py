@@ -20,6 +20,7 @@ from types import FrameType
 from typing import NoReturn
 
 from service import bench
+from service.files import allow_many_files
 from service.version import find_version
 
 logger = logging.getLogger("service.__main__")  # __name__ is another one under `python -m`
@@ -68,8 +69,14 @@ def serve(argv: Sequence[str]) -> int:
         logger.error("cannot listen on %s:%d: %s", settings.host, settings.port, error.strerror or error)
         return 1
     logger.info("listening on %s", address(listener))
-    from service import server  # imports torch
+    # These import torch.
+    from service import server
+    from service.api_servers import supervisor
 
+    allow_many_files()
+    num_servers = supervisor.count_servers(settings)
+    if num_servers > 1:
+        return supervisor.supervise(settings, listener, num_servers)
     return server.run(settings, listener)
 
 

@@ -152,29 +152,31 @@ class Batcher:
         device = self._devices[name]
         with self._changed:
             while self._waits_for_batch(device):
-                batch = self._take(name, device)
-                if batch is not None:
-                    return batch
+                if self._due_in_s() == 0 and not self._leaves_it(device):
+                    batch = self._take(name, device, self._num_idle_but(device))
+                    if batch is not None:
+                        return batch
                 self._wait(device)
         return None
 
     def wait(self, name: str) -> bool:
-        """Waits until there is a batch for a device, which is still formed anew. False: there is no more."""
+        """Waits until something is due for a device that has to be asked for a place. False: no more."""
         device = self._devices[name]
         with self._changed:
             while self._waits_for_batch(device):
-                if self._has_batch(device):
-                    device.is_waiting = True  # for its turn
+                due_s = self._due_in_s()
+                if due_s == 0:
                     return True
-                self._wait(device)
+                self._changed.wait(due_s)
         return False
 
-    def poll(self, name: str) -> Batch | None:
-        """The next batch for a device that has a place for one, if there is one."""
+    def poll(self, name: str, num_idle_others: int) -> Batch | None:
+        """What is due, for a device that has a place; beside it so many devices have nothing to do."""
         device = self._devices[name]
         with self._changed:
-            device.is_waiting = False
-            return self._take(name, device) if self._waits_for_batch(device) else None
+            if self._waits_for_batch(device) and self._due_in_s() == 0:
+                return self._take(name, device, num_idle_others)
+        return None
 
     def lose(self, name: str, error: DeviceError) -> None:
         """Ends the requests that a device was at work on, and those that wait if it was the last."""
@@ -240,8 +242,14 @@ class Batcher:
         self._changed.wait(due_s or None)
         device.is_waiting = False
 
-    def _take(self, name: str, device: Device) -> Batch | None:
-        entries = self._next_batch(device) if self._has_batch(device) else []
+    @property
+    def _has_lost_all(self) -> bool:
+        return bool(self._devices) and all(device.is_lost for device in self._devices.values())
+
+    def _take(self, name: str, device: Device, num_idle_others: int) -> Batch | None:
+        """The device's share of what waits; None where all of it was too late."""
+        share = math.ceil(self._waiting_tokens / (1 + num_idle_others))
+        entries = self._pop(min(self._limits.max_batch_tokens, share))
         if not entries:
             return None
         batch: Future[BatchResult] = Future()
@@ -251,21 +259,9 @@ class Batcher:
             self._changed.notify_all()
         return [entry.item for entry in entries], batch
 
-    @property
-    def _has_lost_all(self) -> bool:
-        return bool(self._devices) and all(device.is_lost for device in self._devices.values())
-
-    def _has_batch(self, device: Device) -> bool:
-        return self._due_in_s() == 0 and not self._leaves_it(device)
-
     def _leaves_it(self, device: Device) -> bool:
         """Whether the device is busy and another one idle, which shall have what waits."""
         return bool(device.batches) and self._num_idle_but(device) > 0
-
-    def _next_batch(self, device: Device) -> list[Entry]:
-        """The device's share of what waits."""
-        share = math.ceil(self._waiting_tokens / (1 + self._num_idle_but(device)))
-        return self._pop(min(self._limits.max_batch_tokens, share))
 
     def _num_idle_but(self, device: Device) -> int:
         return sum(other.is_idle for other in self._devices.values() if other is not device)
@@ -372,9 +368,9 @@ class DeviceQueue:
         """`Batcher.wait` for this device."""
         return self._batcher.wait(self._name)
 
-    def poll(self) -> Batch | None:
+    def poll(self, num_idle_others: int) -> Batch | None:
         """`Batcher.poll` for this device."""
-        return self._batcher.poll(self._name)
+        return self._batcher.poll(self._name, num_idle_others)
 
 
 def _device_failed() -> Unavailable:

@@ -46,7 +46,7 @@ class Device:
         self.batches: dict[Future[BatchResult], Sequence[Entry]] = {}
         self.got_on_at = 0.0
         self.tokens_per_s = 0.0
-        self.is_waiting = False  # in `take`
+        self.is_waiting = False  # in `Batcher.take`
         self.is_lost = False
 
     @property

@@ -20,7 +20,6 @@ import uvicorn
 from fastapi import FastAPI
 from PIL import Image
 
-from service.api_servers.supervisor import count_servers, supervise
 from service.app import create_app
 from service.engine import Engine, State
 from service.errors import ApiError
@@ -126,9 +125,6 @@ class Server(uvicorn.Server):
 
 def run(settings: Settings, listener: socket.socket) -> NoReturn:
     """Serves until a signal or until the device fails, and ends the process: with 0, or 1 where it failed."""
-    num_servers = count_servers(settings)
-    if num_servers > 1:
-        supervise(settings, listener, num_servers)
     trust_own_limits()
     app = create_app(settings)
     Server(app, settings).run([listener])

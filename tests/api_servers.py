@@ -40,7 +40,9 @@ def copy_of(item: EncodeItem) -> EncodeItem:
 class ApiServer:
     """The queue of one API server, and its end of the lines to the device."""
 
-    def __init__(self, callers: Callers, replica: RemoteReplica, limits: QueueLimits) -> None:
+    def __init__(
+        self, callers: Callers, replica: RemoteReplica, memory: SharedMemory, limits: QueueLimits
+    ) -> None:
         self._callers = callers
         self.replica = replica
         self.lost: list[DeviceError] = []
@@ -48,7 +50,7 @@ class ApiServer:
         self.batcher = Batcher(limits, observe=self.observed.append, on_lost=self.lost.append)
         self.serving = replica.serve(self.batcher.add_device(replica.name))
         self.serving.add_done_callback(self._on_served)
-        replica.ready.set_result(EncoderFacts.of(cast(Any, FakeEncoder())))
+        replica.loaded(EncoderFacts.of(cast(Any, FakeEncoder())), memory)
 
     def _on_served(self, serving: Future[None]) -> None:
         """As the engine does it."""
@@ -91,21 +93,23 @@ class Company:
         num_servers: int = 2,
         max_batch_tokens: int = 10,
         memory_bytes: int = 2**20,
-        timeout_s: float = 10.0,
         strangers: Sequence[Client] = (),  # further API servers, which the test plays
     ) -> None:
-        self.memory = SharedMemory.create(memory_bytes)
         limits = QueueLimits(max_batch_tokens, 10_000)
         self.clients: list[Client] = []
         self.servers: list[ApiServer] = []
         for _ in range(num_servers):
             (batches, their_batches), (results, their_results) = Link.pair(), Link.pair()
-            self.clients.append(Client(batches, results))
-            replica = RemoteReplica(DEVICE, their_batches, their_results, self.memory)
-            self.servers.append(ApiServer(callers, replica, limits))
+            memory = SharedMemory.create(memory_bytes)
+            self.clients.append(Client(batches, results, memory))
+            replica = RemoteReplica(DEVICE, their_batches, their_results)
+            self.servers.append(ApiServer(callers, replica, memory, limits))
         self.clients += strangers
         self.lost: list[DeviceError] = []
-        self.dispatcher = Dispatcher(self.clients, self.memory, timeout_s=timeout_s, on_lost=self.lost.append)
+        self.dispatcher = Dispatcher(
+            self.clients, on_lost=self.lost.append, count_idle_others=lambda: self.num_idle_others
+        )
+        self.num_idle_others = 0
         self._threads = ThreadPoolExecutor(1)
         self._replica: Replica | None = None
 
@@ -143,4 +147,6 @@ class Company:
             self._replica.close()
         self._threads.shutdown()
         self.end_device()
-        self.memory.close_file()
+        for client in self.clients:
+            if client.memory is not None:
+                client.memory.close_file()

@@ -19,11 +19,13 @@ from models import EncodeItem, OutputSpec
 from service.api_servers.dispatcher import Client, place
 from service.api_servers.link import MAX_FILES, Link
 from service.api_servers.link import _Large as Large
-from service.api_servers.messages import Granted, Place, Result, Wanting
+from service.api_servers.memory import SharedMemory
+from service.api_servers.messages import Batch as Sent
+from service.api_servers.messages import Granted, Image, Place, Result, Wanting
 from service.errors import ApiError, InternalError, Unavailable
 from tests.api_servers import DEVICE, ApiServer, Company, CopyingEncoder
 from tests.conftest import known_embedding
-from tests.queueing import Callers, eventually, item, value_of
+from tests.queueing import POOLED, Callers, eventually, item, value_of
 
 MIB = 2**20
 TOKENS = OutputSpec(pooled=False, deepstack=False)
@@ -259,7 +261,7 @@ def test_an_api_server_that_goes_when_it_is_granted_a_place_is_passed_over(make:
     company = make(num_servers=1, strangers=[stranger.client])
 
     def go() -> None:
-        assert stranger.batches.receive() == (Granted(), [])
+        assert stranger.batches.receive() == (Granted(0), [])
         stranger.leave()
 
     stranger.batches.send(Wanting())
@@ -295,15 +297,59 @@ def test_once_all_are_gone_there_is_no_more(make: Make) -> None:
     assert company.dispatcher.take() is None
 
 
-def test_an_api_server_that_keeps_a_place_and_sends_nothing_is_waited_for_no_longer_than_that(
-    make: Make,
-) -> None:
+def test_an_api_server_that_keeps_a_place_and_sends_nothing_does_not_hold_up_others(make: Make) -> None:
     stranger = Stranger()
-    company = make(num_servers=0, strangers=[stranger.client], timeout_s=0.1)
+    company = make(num_servers=1, strangers=[stranger.client])
     stranger.batches.send(Wanting())
-    with pytest.raises(TimeoutError):
-        company.dispatcher.take()
+    company.wait_until_wanting(1)
+    [server] = company.servers
+    tickets = [server.put(item(1, 1)), server.put(item(1, 2))]
+    values: list[int] = []
+    while len(values) < 2:
+        batch = company.take()
+        values += batch.values
+        batch.finish()
+    assert values == [1, 2]
+    assert stranger.batches.receive() == (Granted(0), [])
+    for ticket in tickets:
+        server.outcome(ticket)
     stranger.leave()
+
+
+def test_a_batch_that_comes_late_is_the_next_one(make: Make) -> None:
+    stranger = Stranger()
+    stranger.client.memory = SharedMemory.create(2**10)
+    company = make(num_servers=1, strangers=[stranger.client])
+    stranger.batches.send(Wanting())
+    company.wait_until_wanting(1)
+    [server] = company.servers
+    ticket = server.put(item(1, 1))
+    batch = company.take()
+    stranger.client.memory.bytes.fill_(7)
+    stranger.batches.send(Sent(0, (Image((1, 2, 2), 1, POOLED),), 4))
+    assert company.take().values == [7]
+    batch.finish()
+    assert [int(embedding) for embedding in server.outcome(ticket)] == [1]
+    stranger.leave()
+
+
+@pytest.mark.parametrize("num_idle_others", [0, 1])
+def test_work_is_shared_with_devices_that_have_nothing_to_do(make: Make, num_idle_others: int) -> None:
+    company = make(num_servers=1, max_batch_tokens=100)
+    company.num_idle_others = num_idle_others
+    company.servers[0].put(*[item(1, value) for value in range(4)])
+    assert len(company.take().values) == 4 // (1 + num_idle_others)
+
+
+def test_closing_while_images_wait_for_their_turn_is_no_fault_of_the_device(make: Make) -> None:
+    company = make(num_servers=1)
+    [server] = company.servers
+    server.put(item(1, 1))
+    company.wait_until_wanting(1)
+    server.batcher.close()
+    server.replica.close()
+    assert server.serving.result(10) is None
+    assert server.lost == []
 
 
 def test_an_api_server_that_ends_has_no_thread_left(make: Make) -> None:
@@ -448,7 +494,7 @@ def test_a_result_that_cannot_be_read_is_a_failure_of_its_batch(make: Make) -> N
     [server], [device] = company.servers, company.clients
     ticket = server.put(item(1, 1))
     assert device.batches.receive()[0] == Wanting()
-    device.batches.send(Granted())
+    device.batches.send(Granted(0))
     batch, _ = device.batches.receive()
     somewhere = Place(0, 0, (1,), torch.float32)
     with tempfile.TemporaryFile() as file:
@@ -469,7 +515,7 @@ def test_a_message_that_cannot_be_read_is_the_loss_of_the_device(make: Make) -> 
     company.clients[0].results.socket.send(pickle.dumps(Large(2**20)))
     assert [code_of(server.error(ticket)) for ticket in tickets] == ["device_failed"] * 2
     [error] = server.lost
-    assert isinstance(error.__cause__, IndexError)
+    assert isinstance(error.__cause__, OSError)
 
 
 def _still_serves(company: Company, server: ApiServer) -> None:

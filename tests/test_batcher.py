@@ -112,8 +112,8 @@ class Queue:
         """A device that waits for its turn."""
         return self._threads.submit(self.batcher.wait, device)
 
-    def poll(self, device: str = "a") -> Batch | None:
-        taken = self.batcher.poll(device)
+    def poll(self, device: str = "a", num_idle_others: int = 0) -> Batch | None:
+        taken = self.batcher.poll(device, num_idle_others)
         return None if taken is None else Batch(device, *taken)
 
     def answer(self, ticket: Ticket) -> list[int]:
@@ -332,32 +332,32 @@ def test_who_is_past_its_deadline_is_ended_when_it_is_its_turn(make: Make) -> No
     assert queue.answer(in_time) == [2]
 
 
-@pytest.mark.parametrize("has_waited", [("a", "b"), ("b", "a")])
-def test_idle_devices_that_wait_for_their_turns_share_what_waits(
-    make: Make, has_waited: tuple[str, str]
+@pytest.mark.parametrize(("num_idle_others", "share"), [(0, 6), (1, 3), (2, 2), (9, 1)])
+def test_a_device_leaves_their_shares_to_others_that_have_nothing_to_do(
+    make: Make, num_idle_others: int, share: int
 ) -> None:
     queue = make("a", "b", max_batch_tokens=100)
-    waiting = [queue.wait(device) for device in has_waited]
     ticket = queue.put(*[item(1, value) for value in range(6)])
-    assert [one.result(10) for one in waiting] == [True, True]
-    batches = [queue.poll(device) for device in ("a", "b")]
-    assert [batch.values for batch in batches if batch] == [[0, 1, 2], [3, 4, 5]]
-    for batch in batches:
-        assert batch is not None
-        batch.finish()
+    assert queue.wait("a").result(10)
+    batch = queue.poll("a", num_idle_others)
+    assert batch is not None
+    assert batch.values == list(range(share))
+    batch.finish()
+    for rest in iter(partial(queue.poll, "b"), None):
+        rest.finish()
     assert queue.answer(ticket) == list(range(6))
 
 
-def test_a_device_that_has_not_come_gets_no_share(make: Make) -> None:
+def test_a_device_that_waits_for_a_turn_is_not_taken_for_idle(make: Make) -> None:
+    """It may be busy for others."""
     queue = make("a", "b", max_batch_tokens=100)
+    waiting = queue.wait("b")
     queue.put(*[item(1, value) for value in range(4)])
-    assert queue.wait("a").result(10)
-    batch = queue.poll("a")
-    assert batch is not None
-    assert batch.values == [0, 1, 2, 3]
+    assert waiting.result(10)
+    assert queue.take("a").values == [0, 1, 2, 3]
 
 
-def test_a_device_whose_turn_is_over_is_not_idle_any_more(make: Make) -> None:
+def test_a_turn_comes_to_nothing_where_the_caller_has_left(make: Make) -> None:
     queue = make("a", "b", max_batch_tokens=100)
     ticket = queue.put(item(1, 1))
     assert queue.wait("b").result(10)
@@ -368,27 +368,6 @@ def test_a_device_whose_turn_is_over_is_not_idle_any_more(make: Make) -> None:
     batch = queue.poll("a")
     assert batch is not None
     assert batch.values == [2, 3]
-
-
-def test_a_busy_device_wants_no_turn_while_another_waits_for_one(make: Make) -> None:
-    queue = make("a", "b")
-    queue.put(item(1, 1))
-    busy = queue.take("a")
-    idle = queue.wait("b")
-    eventually(lambda: queue.batcher._devices["b"].is_waiting)
-    queue.put(item(1, 2))
-    assert idle.result(10)
-    waiting = queue.wait("a")
-    with pytest.raises(TimeoutError):
-        waiting.result(0.05)
-    assert queue.poll("a") is None
-    batch = queue.poll("b")
-    assert batch is not None
-    assert batch.values == [2]
-    queue.put(item(1, 3))
-    assert waiting.result(10)  # none is idle now
-    for running in (busy, batch):
-        running.finish()
 
 
 def test_a_turn_is_not_wanted_before_a_batch_is_due(make: Make) -> None:
@@ -800,7 +779,7 @@ class History(RuleBasedStateMachine):
         batcher = self.queue.batcher
         wanting = []
         for name in data.draw(st.permutations(self.alive)):
-            if batcher._has_batch(batcher._devices[name]):
+            if batcher._due_in_s() == 0:
                 assert batcher.wait(name)
                 wanting.append(name)
         if does_one_leave and self.queued:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -55,3 +58,9 @@ def test_a_view_is_of_the_first_bytes() -> None:
     assert view.data_ptr() == block.data_ptr()
     assert int(view[0, 1]) == 2 + 3 * 256
     assert view_of(block, (0, 5), torch.float32).shape == (0, 5)
+
+
+def test_memory_stays_with_the_pool_whoever_forgets_it(pool: PinnedPool) -> None:
+    seen = weakref.ref(pool.take(10_000))
+    gc.collect()
+    assert seen() is not None

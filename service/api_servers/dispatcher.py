@@ -1,8 +1,8 @@
 """The batches of several API servers on their way to one device and back.
 
 An API server says that images wait, is granted the device's next place in its turn, and forms its batch only
-then. Patches come through one piece of shared memory, because the device's thread copies them away before it
-asks for the next batch. Knows tensors and links; nothing of requests.
+then. Patches come through memory that it shares with the device, whose thread copies them away before it asks
+for the next batch. Knows tensors and links; nothing of requests.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,53 +36,64 @@ from service.api_servers.messages import (
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE_S = 0.01  # with an API server that was granted the place
 _ALIGNMENT = 64  # bytes
 # A larger embedding gets memory of its own, so that one answer does not keep that of others.
 _OWN_MEMORY_BYTES = 2**20
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Client:
     """One API server, as a device sees it."""
 
     batches: Link
     results: Link
+    memory: SharedMemory | None = None  # for the patches of a batch; there once the model is loaded
 
 
 class Dispatcher:
     """`take` is called in the thread that launches; results go out in the one that waits for the device.
 
-    `on_lost` is told of a fault of the device. An API server that was granted a place has `timeout_s` for its
-    batch.
+    `on_lost` is told of a fault of the device, and `count_idle_others` says how many other devices have
+    nothing to do.
     """
 
     def __init__(
         self,
         clients: Sequence[Client],
-        memory: SharedMemory,
         *,
-        timeout_s: float,
         on_lost: Callable[[DeviceError], None],
+        count_idle_others: Callable[[], int] = lambda: 0,
     ) -> None:
-        self._patches = memory.bytes
         self._on_lost = on_lost
+        self._count_idle_others = count_idle_others
         self._wanting: deque[Client] = deque()
+        self._granted: dict[Client, float] = {}  # since when it is to send its batch
+        self._taken: deque[tuple[Client, Batch]] = deque()  # batches that are there
         self._selector = selectors.DefaultSelector()
         for client in clients:
-            client.batches.socket.settimeout(timeout_s)
             self._selector.register(client.batches, selectors.EVENT_READ, client)
         self._lock = threading.Lock()
         self._running: set[Future[BatchResult]] = set()
         self._got_on_at = 0.0
 
     def take(self) -> tuple[Sequence[EncodeItem], Future[BatchResult]] | None:
-        """The next batch; waits for one. None once no API server is left."""
-        while self._selector.get_map():
-            self._listen()
-            batch = self._ask(self._wanting.popleft()) if self._wanting else None
-            if batch is not None:
-                return batch
-        return None
+        """The next batch; waits for one. None once no API server is left.
+
+        The patches are there until the next call.
+        """
+        while not self._taken:
+            if not self._selector.get_map():
+                return None
+            self._listen(self._grant())
+        client, batch = self._taken.popleft()
+        future: Future[BatchResult] = Future()
+        with self._lock:
+            if not self._running:
+                self._got_on_at = time.perf_counter()
+            self._running.add(future)
+        future.add_done_callback(partial(self._finished, client, batch.number))
+        return _items(client, batch), future
 
     def is_stuck(self, timeout_s: float) -> bool:
         """Whether the device has had work for so long and finished none of it."""
@@ -93,44 +105,45 @@ class Dispatcher:
         """Nothing runs."""
         return not self._running
 
-    def _listen(self) -> None:
-        """Notes whose images wait, in the order in which they said so; waits for one if there is none."""
-        for key, _ in self._selector.select(0 if self._wanting else None):
+    def _grant(self) -> float | None:
+        """Grants the place to who has waited longest. Returns for how many seconds others have to wait.
+
+        An API server may be slow to answer. After a while another one gets the place too, and the batch that
+        comes second is the next one. None has a batch here now, so the memory of each is free.
+        """
+        if not self._wanting:
+            return None
+        now = time.perf_counter()
+        rest_s = max(self._granted.values(), default=-math.inf) + _PATIENCE_S - now
+        if rest_s > 0:
+            return rest_s
+        client = self._wanting.popleft()
+        self._granted[client] = now
+        with suppress(ConnectionError):  # it is gone, which the next look finds out
+            client.batches.send(Granted(self._count_idle_others()))
+        return _PATIENCE_S if self._wanting else None
+
+    def _listen(self, seconds: float | None) -> None:
+        """Notes whose images wait, in the order in which they said so, and batches that have come."""
+        for key, _ in self._selector.select(seconds):
             client: Client = key.data
             try:
                 message, _ = client.batches.receive()
             except EOFError:
-                self._selector.unregister(client.batches)
+                self._forget(client)
                 continue
-            assert isinstance(message, Wanting), f"not asked for: {message!r}"
-            self._wanting.append(client)
+            if isinstance(message, Wanting):
+                self._wanting.append(client)
+                continue
+            del self._granted[client]
+            if isinstance(message, Batch):
+                self._taken.append((client, message))
 
-    def _ask(self, client: Client) -> tuple[Sequence[EncodeItem], Future[BatchResult]] | None:
-        try:
-            client.batches.send(Granted())
-            message, _ = client.batches.receive()
-        except (EOFError, ConnectionError):
-            return None  # it is gone, which the next look finds out
-        if not isinstance(message, Batch):
-            return None
-        future: Future[BatchResult] = Future()
-        with self._lock:
-            if not self._running:
-                self._got_on_at = time.perf_counter()
-            self._running.add(future)
-        future.add_done_callback(partial(self._finished, client, message.number))
-        return self._items(message), future
-
-    def _items(self, batch: Batch) -> list[EncodeItem]:
-        items = []
-        start = 0
-        for image in batch.images:
-            rows = math.prod(image.grid_thw)
-            end = start + rows * batch.patch_dim
-            pixels = self._patches[start:end].view(rows, batch.patch_dim)
-            items.append(EncodeItem(Patches(pixels, image.grid_thw, image.num_tokens), image.output))
-            start = end
-        return items
+    def _forget(self, client: Client) -> None:
+        self._selector.unregister(client.batches)
+        self._granted.pop(client, None)
+        if client in self._wanting:
+            self._wanting.remove(client)
 
     def _finished(self, client: Client, number: int, future: Future[BatchResult]) -> None:
         with self._lock:
@@ -144,8 +157,22 @@ class Dispatcher:
                 client.results.send(Failure(number, Fault.of(error)))
         except ConnectionError:
             pass  # nobody waits any more
+        except Exception:
+            logger.exception("an API server cannot be told of its batch")
         if isinstance(error, DeviceError):
             self._on_lost(error)
+
+
+def _items(client: Client, batch: Batch) -> list[EncodeItem]:
+    assert client.memory is not None, "it has no batch before the model is loaded"
+    items = []
+    start = 0
+    for image in batch.images:
+        shape = math.prod(image.grid_thw), batch.patch_dim
+        pixels = client.memory.tensor(shape, torch.uint8, start)
+        items.append(EncodeItem(Patches(pixels, image.grid_thw, image.num_tokens), image.output))
+        start += pixels.nbytes
+    return items
 
 
 def _try_to_send(link: Link, number: int, result: BatchResult) -> Exception | None:

@@ -5,6 +5,7 @@ Both ends are ours, so what arrives is trusted and unpickled.
 
 from __future__ import annotations
 
+import errno
 import pickle
 import socket
 from array import array
@@ -23,7 +24,7 @@ _ANCILLARY_BYTES = socket.CMSG_LEN((MAX_FILES + 1) * array("i").itemsize)
 
 @dataclass(frozen=True)
 class _Large:
-    """Stands for a message that is in the last of the files."""
+    """Stands for a message that is in the first of the files."""
 
     num_bytes: int
 
@@ -57,14 +58,16 @@ class Link:
         memory = SharedMemory.create(len(data))
         memory.buffer[:] = data
         try:
-            socket.send_fds(self.socket, [pickle.dumps(_Large(len(data)))], [*files, memory.file])
+            socket.send_fds(self.socket, [pickle.dumps(_Large(len(data)))], [memory.file, *files])
         finally:
             memory.close_file()
 
     def receive(self) -> tuple[Any, list[int]]:
         """The next message and its files, which are the caller's to close.
 
-        Raises `EOFError` once one of the ends is closed, and what the socket raises where it does not wait.
+        Files are missing where this process may have no more. Raises `EOFError` once one of the ends is
+        closed, `OSError` where a large message is lost for lack of a file, and what the socket raises where
+        it does not wait.
         """
         try:
             # Not `recv_fds`, which passes no flags on in Python 3.11.
@@ -81,7 +84,9 @@ class Link:
         files = array("i", b"".join(sent for _, _, sent in ancillary)).tolist()
         message = pickle.loads(data)
         if isinstance(message, _Large):
-            memory = SharedMemory(files.pop(), message.num_bytes)
+            if not files:
+                raise OSError(errno.EMFILE, "no file for a message from another process")
+            memory = SharedMemory(files.pop(0), message.num_bytes)
             memory.close_file()
             message = pickle.loads(memory.buffer)
         return message, files

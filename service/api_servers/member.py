@@ -6,6 +6,7 @@ Knows the orders of the supervisor; nothing of the other API servers.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -25,11 +26,13 @@ from service.api_servers.memory import SharedMemory
 from service.api_servers.merge import Merged
 from service.api_servers.messages import (
     STOP_SIGNALS,
-    EncoderFacts,
+    Farewell,
     Fault,
     Leaving,
     Loaded,
     Lost,
+    Ping,
+    Pong,
     Scrape,
     Scraped,
     Setup,
@@ -50,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 _SCRAPE_TIMEOUT_S = 5.0
 _HAND_OVER_S = 2.0  # for connections that are on their way to a server that leaves
-# All API servers see the same of the devices. The first one says it.
+# All API servers see the same of the model. The first one says it; of faults each says its own.
 _SPOKEN_BY_FIRST = ("service.app", "service.engine")
 
 
@@ -60,9 +63,9 @@ class Line:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._numbers = count()
-        self._scrapes: dict[int, asyncio.Future[Merged]] = {}
+        self._scrapes: dict[int, asyncio.Future[Sequence[Metric] | None]] = {}
 
-    def listen(self, obey: Callable[[object], None]) -> None:
+    def listen(self, obey: Callable[[object, Sequence[int]], None]) -> None:
         """Has every message that is not for the line itself obeyed, from now on."""
         self._obey = obey
         self._link.socket.setblocking(False)
@@ -76,32 +79,37 @@ class Line:
         """The metrics of all processes. Raises `Unavailable` where one of them does not answer."""
         number = next(self._numbers)
         self._scrapes[number] = asyncio.get_running_loop().create_future()
-        self.tell(Scrape(number))
         try:
+            self.tell(Scrape(number))
             async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
-                return await self._scrapes[number]
-        except TimeoutError:
-            raise Unavailable("not all of the server's processes answer", code="not_ready") from None
+                metrics = await self._scrapes[number]
+        except (TimeoutError, BlockingIOError):
+            metrics = None
         finally:
             del self._scrapes[number]
+        if metrics is None:
+            raise Unavailable("not all of the server's processes answer", code="not_ready")
+        return Merged(metrics)
 
     def _read(self) -> None:
         try:
             while True:
-                message, _ = self._link.receive()
-                if isinstance(message, Scraped):
-                    self._scraped(message.number, Merged(message.metrics))
+                message, files = self._link.receive()
+                if isinstance(message, Ping):
+                    self.tell(Pong())
+                elif isinstance(message, Scraped):
+                    self._scraped(message)
                 else:
-                    self._obey(message)
+                    self._obey(message, files)
         except BlockingIOError:
             return
         except EOFError:
             os._exit(1)
 
-    def _scraped(self, number: int, metrics: Merged) -> None:
-        waiting = self._scrapes.get(number)
+    def _scraped(self, message: Scraped) -> None:
+        waiting = self._scrapes.get(message.number)
         if waiting is not None and not waiting.done():
-            waiting.set_result(metrics)
+            waiting.set_result(message.metrics)
 
 
 class ApiServer(Server):
@@ -139,6 +147,9 @@ class ApiServer(Server):
         self._connections.socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._connections.fileno(), self._take_connections)
         self._line.listen(self._obey)
+        # As after loading, and now, so that all are ready at the same time.
+        gc.collect()
+        gc.freeze()
         self._line.tell(Up())
         self.started = True
 
@@ -150,13 +161,21 @@ class ApiServer(Server):
                 await self._no_more_connections.wait()
         except TimeoutError:
             logger.warning("the supervisor still hands out connections")
+        if self._opening:
+            await asyncio.wait(self._opening)
         await super().shutdown(sockets)
+        self._line.tell(Farewell(self._own_metrics()))
 
-    def _obey(self, message: object) -> None:
+    def _obey(self, message: object, files: Sequence[int]) -> None:
         match message:
-            case Loaded(encoders):
-                for device, encoder in encoders.items():
-                    self._on_loaded(self._replicas[device], encoder)
+            case Loaded(encoders, memory_bytes):
+                memories = [SharedMemory(file, memory_bytes) for file in files]
+                for place, (device, encoder) in enumerate(encoders.items()):
+                    if isinstance(encoder, Fault):
+                        self._replicas[device].ready.set_exception(encoder.error())
+                    else:
+                        memories[place].close_file()
+                        self._replicas[device].loaded(encoder, memories[place])
             case Lost(device, fault):
                 self._engine.batcher.lose(device, fault.device_error())
             case Scrape(number):
@@ -166,17 +185,13 @@ class ApiServer(Server):
             case _:
                 raise AssertionError(f"unknown order {message!r}")
 
-    def _on_loaded(self, replica: RemoteReplica, encoder: EncoderFacts | Fault) -> None:
-        if isinstance(encoder, Fault):
-            replica.ready.set_exception(encoder.error())
-        else:
-            replica.ready.set_result(encoder)
-
     def _take_connections(self) -> None:
         loop = asyncio.get_running_loop()
         try:
             while True:
                 _, files = self._connections.receive()
+                if not files:
+                    logger.error("a connection is lost, as the process has no file for it")
                 for file in files:
                     self._open(socket.socket(fileno=file))
         except BlockingIOError:
@@ -214,7 +229,7 @@ def main(file: int) -> NoReturn:
     configure_logging(settings.log_level, settings.log_format)
     if setup.index:
         for name in _SPOKEN_BY_FIRST:
-            logging.getLogger(name).disabled = True
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     trust_own_limits()
     torch.set_num_threads(1)  # each image is resized in a thread of its own
     connections, tallies, *rest = files
@@ -243,11 +258,11 @@ def main(file: int) -> NoReturn:
 
 
 def _replicas(setup: Setup, files: Sequence[int]) -> RemoteReplicas:
-    """Of three files for each device."""
-    replicas = []
-    for number, device in enumerate(setup.devices):
-        batches, results, memory = files[3 * number : 3 * number + 3]
-        slot = SharedMemory(memory, setup.slot_bytes)
-        slot.close_file()
-        replicas.append(RemoteReplica(device, Link.of_file(batches), Link.of_file(results), slot))
-    return RemoteReplicas(replicas)
+    """Of two files for each device."""
+    links = [Link.of_file(file) for file in files]
+    return RemoteReplicas(
+        [
+            RemoteReplica(device, batches, results)
+            for device, batches, results in zip(setup.devices, links[::2], links[1::2], strict=True)
+        ]
+    )

@@ -28,6 +28,8 @@ class Wanting:
 class Granted:
     """To an API server: the device has a place. Its batch, or `Nothing`, is the answer."""
 
+    num_idle_others: int  # devices that have nothing to do
+
 
 @dataclass(frozen=True)
 class Nothing:
@@ -45,7 +47,7 @@ class Image:
 
 @dataclass(frozen=True)
 class Batch:
-    """From an API server. The patches [all images' rows, patch_dim] stand in the device's memory."""
+    """From an API server. The patches [all images' rows, patch_dim] stand in the memory of the two."""
 
     number: int
     images: tuple[Image, ...]
@@ -122,16 +124,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Setup:
-    """To an API server, first of all.
-
-    Files: sockets of connections, memory of tallies; and of each device: batches, results, memory.
-    """
+    """To an API server, first of all. Files: connections, tallies; of each device, batches and results."""
 
     settings: Settings
     index: int
     num_servers: int
     devices: tuple[str, ...]
-    slot_bytes: int
     started_at: int  # seconds since 1970
 
 
@@ -184,9 +182,13 @@ class Up:
 
 @dataclass(frozen=True)
 class Loaded:
-    """To an API server: every device has its model, or could not load it."""
+    """To an API server: every device has its model, or could not load it.
+
+    Files: of each device in turn, memory for the patches of a batch.
+    """
 
     encoders: Mapping[str, EncoderFacts | Fault]
+    memory_bytes: int
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,23 @@ class Leaving:
 
 
 @dataclass(frozen=True)
+class Farewell:
+    """From an API server, the last of all: its metrics."""
+
+    metrics: Sequence[Metric]
+
+
+@dataclass(frozen=True)
+class Ping:
+    """To an API server, whose event loop answers with `Pong`."""
+
+
+@dataclass(frozen=True)
+class Pong:
+    """From an API server."""
+
+
+@dataclass(frozen=True)
 class Scrape:
     """From an API server, which is asked for metrics; to each of them, for its own."""
 
@@ -216,7 +235,7 @@ class Scrape:
 
 @dataclass(frozen=True)
 class Scraped:
-    """From an API server, its own; to the one that asked, those of all."""
+    """From an API server, its own; to the one that asked, those of all. None: not all have answered."""
 
     number: int
-    metrics: Sequence[Metric]
+    metrics: Sequence[Metric] | None

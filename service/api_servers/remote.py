@@ -31,19 +31,21 @@ from service.batcher import DeviceQueue
 
 
 class RemoteReplica:
-    """Stands for a `Replica` of another process; `ready` is ended by who hears of its loading.
+    """Stands for a `Replica` of another process."""
 
-    `memory` takes the patches of one batch.
-    """
-
-    def __init__(self, name: str, batches: Link, results: Link, memory: SharedMemory) -> None:
+    def __init__(self, name: str, batches: Link, results: Link) -> None:
         self.name = name
         self.ready: Future[EncoderFacts] = Future()
         self._batches = batches
         self._results = results
-        self._patches = memory.bytes
         self._numbers = count()
         self._running: dict[int, Future[BatchResult]] = {}
+        self._is_closed = False
+
+    def loaded(self, encoder: EncoderFacts, memory: SharedMemory) -> None:
+        """The other process has the model, and the memory takes the patches of a batch."""
+        self._patches = memory.bytes
+        self.ready.set_result(encoder)
 
     def serve(self, queue: DeviceQueue) -> Future[None]:
         """Has the other process encode what the queue gives, until it gives no more.
@@ -64,14 +66,15 @@ class RemoteReplica:
                 self._batches.send(Wanting())
                 message, _ = self._batches.receive()
                 assert isinstance(message, Granted), f"not asked for: {message!r}"
-                self._batches.send(self._next(queue))
+                self._batches.send(self._next(queue, message.num_idle_others))
         except BaseException as error:
-            serving.set_exception(error)
-        else:
-            serving.set_result(None)
+            if not self._is_closed:
+                serving.set_exception(error)
+                return
+        serving.set_result(None)
 
-    def _next(self, queue: DeviceQueue) -> Batch | Nothing:
-        batch = queue.poll()
+    def _next(self, queue: DeviceQueue, num_idle_others: int) -> Batch | Nothing:
+        batch = queue.poll(num_idle_others)
         return Nothing() if batch is None else self._write(*batch)
 
     def _write(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> Batch | Nothing:
@@ -105,6 +108,7 @@ class RemoteReplica:
 
     def close(self) -> None:
         """Ends the threads, once the queue gives no more."""
+        self._is_closed = True
         self._batches.close()
         self._results.close()
 

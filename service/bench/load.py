@@ -11,7 +11,6 @@ import asyncio
 import mmap
 import os
 import random
-import resource
 import threading
 import time
 from array import array
@@ -24,6 +23,7 @@ from pathlib import Path
 import uvloop
 
 from service.bench.http_client import Client, SendError
+from service.files import allow_many_files
 
 _PAUSE_S = 0.02  # of a caller that got no answer, so that a server that is gone is not asked in a tight loop
 
@@ -66,7 +66,7 @@ def work(share: Share, pipe: Pipe) -> None:
 
     The time is of `time.monotonic`, which processes share. Anything more on the pipe, or its end, stops it.
     """
-    _allow_many_connections()
+    allow_many_files()
     with share.requests.open("rb") as file:
         whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     requests = [whole[start:stop] for start, stop in share.spans]
@@ -80,11 +80,6 @@ def work(share: Share, pipe: Pipe) -> None:
         notes = runner.run(send_all(share, requests, begin, pipe.fileno()))
     os.set_blocking(pipe.fileno(), True)  # which the event loop had changed
     pipe.send(notes)
-
-
-def _allow_many_connections() -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 async def send_all(share: Share, requests: Iterable[memoryview], begin: float, stop_fd: int) -> Notes:

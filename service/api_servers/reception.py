@@ -1,0 +1,81 @@
+"""Accepts connections and hands them out to the API servers in turn.
+
+A connection for which none has room waits, and all others wait in the listener's backlog behind it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Sequence
+
+from service.api_servers.members import Member
+
+logger = logging.getLogger(__name__)
+
+_ACCEPTED_AT_ONCE = 64
+_NO_FILES_PAUSE_S = 1.0
+_NO_ROOM_PAUSE_S = 0.05
+
+
+class Reception:
+    """Runs on the event loop that makes it."""
+
+    def __init__(self, listener: socket.socket, members: Sequence[Member]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._members = members
+        self._next = 0  # member to get a connection
+        self._waiting: socket.socket | None = None  # for room
+        listener.setblocking(False)
+        self._open()
+
+    def close_if_alone(self) -> None:
+        """Ends it once no API server takes connections any more."""
+        if self._listener.fileno() >= 0 and not any(member.takes_connections for member in self._members):
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+            if self._waiting is not None:
+                self._waiting.close()
+
+    def _open(self) -> None:
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                logger.error("cannot accept connections: %s", error.strerror)
+                self._pause(_NO_FILES_PAUSE_S)
+                return
+            if not self._hand_out(connection):
+                self._waiting = connection
+                self._pause(_NO_ROOM_PAUSE_S)
+                return
+
+    def _pause(self, seconds: float) -> None:
+        self._loop.remove_reader(self._listener.fileno())
+        self._loop.call_later(seconds, self._go_on)
+
+    def _go_on(self) -> None:
+        if self._listener.fileno() < 0:
+            return
+        if self._waiting is not None and not self._hand_out(self._waiting):
+            self._loop.call_later(_NO_ROOM_PAUSE_S, self._go_on)
+            return
+        self._waiting = None
+        self._open()
+
+    def _hand_out(self, connection: socket.socket) -> bool:
+        """To the next API server with room for it, first of those that answer."""
+        turn = [self._members[(self._next + n) % len(self._members)] for n in range(len(self._members))]
+        for member in sorted(turn, key=lambda member: not member.is_responsive):
+            if member.hand_over(connection):
+                self._next = self._members.index(member) + 1
+                connection.close()
+                return True
+        return False

@@ -1,0 +1,91 @@
+"""Asks all API servers for their metrics, in rounds, and keeps the counts of those that have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client import Metric
+
+from service.api_servers.members import Member
+from service.api_servers.merge import merge
+from service.api_servers.messages import Scrape, Scraped
+
+# Shorter than those who ask wait for an answer.
+_ROUND_S = 4.0
+
+
+@dataclass(eq=False)
+class _Round:
+    """`answers` has those that are missing as well."""
+
+    askers: Sequence[tuple[Member, int]]
+    waits_for: set[Member]
+    metrics: list[Sequence[Metric]] = field(default_factory=list)
+
+
+class Scraping:
+    """One round at a time: who asks meanwhile is answered by the next one. On the event loop."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        tell: Callable[[Member, object], None],
+        own_metrics: Callable[[], Iterable[Metric]],
+    ) -> None:
+        self._members = members
+        self._tell = tell
+        self._own_metrics = own_metrics
+        self._askers: list[tuple[Member, int]] = []
+        self._round: _Round | None = None
+        self._of_the_ended: list[Sequence[Metric]] = []
+
+    def ask(self, asker: Member, number: int) -> None:
+        """One of them wants the metrics of all, under a number of its own."""
+        self._askers.append((asker, number))
+        if self._round is None:
+            self._begin()
+
+    def answered(self, member: Member, metrics: Sequence[Metric]) -> None:
+        """One of them has sent its own."""
+        if self._round is not None and member in self._round.waits_for:
+            self._round.metrics.append(metrics)
+            self._heard_of(self._round, member)
+
+    def ended(self, member: Member, metrics: Sequence[Metric]) -> None:
+        """One of them ends, and these are its last: what it counted stays counted."""
+        self._of_the_ended.append([metric for metric in metrics if metric.type in ("counter", "histogram")])
+        self.gone(member)
+
+    def gone(self, member: Member) -> None:
+        """One of them answers no more."""
+        if self._round is not None and member in self._round.waits_for:
+            self._heard_of(self._round, member)
+
+    def _begin(self) -> None:
+        running = {member for member in self._members if member.is_running}
+        self._round = _Round(self._askers, running)
+        self._askers = []
+        asyncio.get_running_loop().call_later(_ROUND_S, self._give_up, self._round)
+        for member in running:
+            self._tell(member, Scrape(0))
+
+    def _heard_of(self, round_: _Round, member: Member) -> None:
+        round_.waits_for.remove(member)
+        if not round_.waits_for:
+            self._end(merge([*round_.metrics, *self._of_the_ended, self._own_metrics()]))
+
+    def _give_up(self, round_: _Round) -> None:
+        """A sum without those that do not answer would be wrong."""
+        if self._round is round_:
+            self._end(None)
+
+    def _end(self, metrics: Sequence[Metric] | None) -> None:
+        assert self._round is not None, "a round ends once"
+        askers = self._round.askers
+        self._round = None
+        for asker, number in askers:
+            self._tell(asker, Scraped(number, metrics))
+        if self._askers:
+            self._begin()
