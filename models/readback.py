@@ -162,7 +162,7 @@ class RunningBatch:
         )
 
     def abandon(self) -> None:
-        """For a batch that failed on its way. Its memory is free once the device has done what it was told."""
+        """For a batch that failed on its way: its memory is free once the device has come so far."""
         self._parts.clear()
         try:
             after = self._stream.record_all()

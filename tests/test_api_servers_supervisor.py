@@ -146,6 +146,8 @@ def test_an_api_server_that_is_killed_ends_the_server_once_the_others_have_answe
         os.kill(company.processes[1], signal.SIGKILL)
         eventually(lambda: httpx.get(f"{company.url}/readyz").status_code == 503)
         assert company.scrape().total("requests_in_flight") == 3  # of the one that is left
+        company.signal(signal.SIGTERM)  # an orchestrator that has seen it: the first signal, not the second
+        assert company.scrape().total("requests_in_flight") == 3
         gate.set()
         outcomes.extend(future.exception(30) or future.result() for future in calls)
 
@@ -158,6 +160,44 @@ def test_an_api_server_that_is_killed_ends_the_server_once_the_others_have_answe
     [said] = [record for record in caplog.records if record.levelname == "CRITICAL"]
     assert said.getMessage() == "API server 1 ended with -9; the server must be restarted"
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_what_an_api_server_counted_stays_counted_while_others_drain(start: Start) -> None:
+    company = start(fake_replicas(CopyingEncoder()))
+
+    def scenario() -> None:
+        company.wait_until_ready()
+        uploads = [HeldUpload(company.port) for _ in range(2)]  # one for each
+        eventually(lambda: company.scrape().total("requests_in_flight") == 3)
+        assert [company.call_later(level).result(30).status for level in range(6)] == [200] * 6
+        company.signal(signal.SIGTERM)
+        uploads[0].leave()
+        eventually(lambda: None in company.exit_codes and 0 in company.exit_codes)
+        found = company.scrape()
+        assert found.total("images_total") == 6
+        assert found.statuses() == {200: 6, 499: 1}
+        assert found.total("requests_in_flight") == 2
+        uploads[1].leave()
+
+    assert company.run(scenario) == 0
+
+
+def test_an_api_server_that_does_not_answer_any_more_is_the_end(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    company = start(fake_replicas(CopyingEncoder()), device_timeout_s=1.0)
+
+    def scenario() -> None:
+        company.wait_until_ready()
+        os.kill(company.processes[0], signal.SIGSTOP)
+
+    assert company.run(scenario) == 1
+    assert company.exit_codes[0] == -signal.SIGKILL
+    said = [record.getMessage() for record in caplog.records if record.levelname == "CRITICAL"]
+    assert said == [
+        "API server 0 has not answered for 1 s",
+        "API server 0 ended with -9; the server must be restarted",
+    ]
 
 
 def test_a_device_that_fails_under_load_is_told_to_all_api_servers_and_ends_the_server(
@@ -191,8 +231,8 @@ def test_a_device_that_fails_under_load_is_told_to_all_api_servers_and_ends_the_
         assert answer.status == 503 or answer.embeddings == embeddings_of(level)
     assert {answer.status for answer in answers} == {200, 503}
     log = capfd.readouterr().err
-    [said] = [line for line in log.splitlines() if "CRITICAL" in line]
-    assert "service.engine: device fake is lost: illegal memory access" in said
+    said = [line.partition("CRITICAL ")[2] for line in log.splitlines() if "CRITICAL" in line]
+    assert set(said) == {"service.engine: device fake is lost: illegal memory access"}  # each says it
     assert not [record for record in caplog.records if record.levelname == "CRITICAL"]
 
 

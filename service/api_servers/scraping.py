@@ -33,10 +33,12 @@ class Scraping:
         members: Sequence[Member],
         tell: Callable[[Member, object], None],
         own_metrics: Callable[[], Iterable[Metric]],
+        round_s: float = _ROUND_S,
     ) -> None:
         self._members = members
         self._tell = tell
         self._own_metrics = own_metrics
+        self._round_s = round_s
         self._askers: list[tuple[Member, int]] = []
         self._round: _Round | None = None
         self._of_the_ended: list[Sequence[Metric]] = []
@@ -67,7 +69,7 @@ class Scraping:
         running = {member for member in self._members if member.is_running}
         self._round = _Round(self._askers, running)
         self._askers = []
-        asyncio.get_running_loop().call_later(_ROUND_S, self._give_up, self._round)
+        asyncio.get_running_loop().call_later(self._round_s, self._give_up, self._round)
         for member in running:
             self._tell(member, Scrape(0))
 

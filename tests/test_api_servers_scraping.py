@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
+
+from service.api_servers.members import Member
+from service.api_servers.messages import Scrape, Scraped
+from service.api_servers.scraping import Scraping
+
+
+class FakeMember:
+    """Notes what it is told."""
+
+    def __init__(self, count: int) -> None:
+        registry = CollectorRegistry()
+        Counter("things", "Things.", registry=registry).inc(count)
+        Gauge("waiting", "What waits.", registry=registry).set(count)
+        self.metrics = list(registry.collect())
+        self.is_running = True
+        self.told: list[object] = []
+
+    @property
+    def num_asked(self) -> int:
+        return sum(isinstance(message, Scrape) for message in self.told)
+
+    @property
+    def answers(self) -> list[tuple[int, dict[str, float] | None]]:
+        """Number and values of what it asked for."""
+        return [
+            (message.number, None if message.metrics is None else values(message.metrics))
+            for message in self.told
+            if isinstance(message, Scraped)
+        ]
+
+
+def values(metrics: Sequence[Metric]) -> dict[str, float]:
+    found = {sample.name: sample.value for metric in metrics for sample in metric.samples}
+    return {name: value for name, value in found.items() if not name.endswith("_created")}
+
+
+class Server:
+    """Members, and what asks them."""
+
+    def __init__(self, *counts: int, round_s: float = 60.0) -> None:
+        self.members = [FakeMember(count) for count in counts]
+        self.scraping = Scraping(
+            cast(Sequence[Member], self.members),
+            lambda member, message: cast(Any, member).told.append(message),
+            FakeMember(0).metrics.copy,
+            round_s=round_s,
+        )
+
+    def ask(self, index: int, number: int) -> None:
+        self.scraping.ask(cast(Member, self.members[index]), number)
+
+    def answer(self, index: int) -> None:
+        self.scraping.answered(cast(Member, self.members[index]), self.members[index].metrics)
+
+
+Run = Callable[[Coroutine[Any, Any, None]], None]
+
+
+@pytest.fixture
+def run() -> Iterator[Run]:
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+def test_who_asks_gets_the_sum_once_all_have_answered(run: Run) -> None:
+    async def scenario() -> None:
+        server = Server(1, 20)
+        server.ask(1, 7)
+        assert [member.num_asked for member in server.members] == [1, 1]
+        server.answer(0)
+        assert server.members[1].answers == []
+        server.answer(1)
+        assert server.members[1].answers == [(7, {"things_total": 21, "waiting": 21})]
+        assert server.members[0].answers == []
+
+    run(scenario())
+
+
+def test_who_asks_in_the_middle_of_a_round_is_answered_by_the_next(run: Run) -> None:
+    async def scenario() -> None:
+        server = Server(1, 20)
+        server.ask(0, 1)
+        server.answer(0)
+        server.ask(1, 2)
+        server.ask(1, 3)
+        server.members[0].metrics = FakeMember(100).metrics
+        server.answer(1)
+        assert server.members[0].answers == [(1, {"things_total": 21, "waiting": 21})]
+        assert [member.num_asked for member in server.members] == [2, 2]
+        server.answer(1)
+        server.answer(0)
+        expected = {"things_total": 120, "waiting": 120}
+        assert server.members[1].answers == [(2, expected), (3, expected)]
+
+    run(scenario())
+
+
+def test_a_round_that_is_not_answered_ends_and_the_next_one_begins(run: Run) -> None:
+    async def scenario() -> None:
+        server = Server(1, 20, round_s=0.05)
+        server.ask(0, 1)
+        server.answer(1)
+        server.ask(1, 2)
+        await asyncio.sleep(0.07)
+        assert server.members[0].answers == [(1, None)]
+        server.answer(0)
+        server.answer(1)
+        assert server.members[1].answers == [(2, {"things_total": 21, "waiting": 21})]
+        await asyncio.sleep(0.07)  # no end of the first round comes over the second
+        server.ask(0, 3)
+        assert [member.num_asked for member in server.members] == [3, 3]
+
+    run(scenario())
+
+
+def test_what_an_ended_one_counted_stays_counted_and_what_it_held_does_not(run: Run) -> None:
+    async def scenario() -> None:
+        server = Server(1, 20)
+        server.ask(0, 1)
+        server.answer(0)
+        gone = server.members[1]
+        server.scraping.ended(cast(Member, gone), gone.metrics)
+        gone.is_running = False
+        assert server.members[0].answers == [(1, {"things_total": 21, "waiting": 1})]
+        server.ask(0, 2)
+        server.answer(0)
+        assert server.members[0].answers[1] == (2, {"things_total": 21, "waiting": 1})
+        assert gone.num_asked == 1
+
+    run(scenario())
+
+
+def test_one_that_is_gone_is_not_waited_for(run: Run) -> None:
+    async def scenario() -> None:
+        server = Server(1, 20)
+        server.ask(0, 1)
+        server.answer(0)
+        server.scraping.gone(cast(Member, server.members[1]))
+        assert server.members[0].answers == [(1, {"things_total": 1, "waiting": 1})]
+
+    run(scenario())
