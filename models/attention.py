@@ -16,7 +16,6 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 from models.errors import ModelError
 
@@ -43,9 +42,7 @@ class Attention(Protocol):
 def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> torch.Tensor:
     """FlashAttention 2 as torch carries it. CUDA, bfloat16 or float16 only."""
     cu, longest = sequences.cu_seqlens, sequences.max_length
-    out = varlen_attn(q, k, v, cu, cu, longest, longest)
-    assert isinstance(out, torch.Tensor), "no auxiliary output was asked for"
-    return out
+    return _flash_2()(q, k, v, cu, cu, longest, longest)
 
 
 def flash_attention_4(
@@ -140,11 +137,19 @@ def _check_flash(name: str, capability: int, device: torch.device, dtype: torch.
 
 def _check_flash_2(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     _check_flash("FLASH_ATTN", 8, device, dtype, head_dim)
+    _flash_2()
 
 
 def _check_flash_4(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     _check_flash("FLASH_ATTN_4", 9, device, dtype, head_dim)
     _flash_4()
+
+
+@cache
+def _flash_2() -> Callable[..., torch.Tensor]:
+    """torch's function. Its module takes a second to import, and is not needed on a CPU."""
+    function: Callable[..., torch.Tensor] = import_module("torch.nn.attention.varlen").varlen_attn
+    return function
 
 
 @cache

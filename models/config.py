@@ -11,10 +11,9 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from transformers import CONFIG_MAPPING
 
 from models.errors import ModelError
 from models.preprocess import PreprocessConfig
@@ -84,8 +83,10 @@ def read_vision_config(folder: Path) -> VisionConfig:
     if not isinstance(raw.get("vision_config"), dict):
         raise ModelError("config.json has no vision_config")
     try:
-        # A plain data class of transformers: it fills in what older files lack and runs no remote code.
-        parsed = CONFIG_MAPPING[model_type].from_dict(raw).vision_config
+        # A plain data class of transformers: it fills in what older files lack and runs no remote code. Not
+        # every process needs the package, which takes a second to import.
+        mapping = import_module("transformers").CONFIG_MAPPING
+        parsed = mapping[model_type].from_dict(raw).vision_config
     except Exception as error:
         raise ModelError(f"config.json: {_first_line(error)}") from None
     return _vision_config(raw["vision_config"], parsed.rope_parameters["rope_theta"], model_type)
