@@ -7,12 +7,13 @@ from models.devices import find_device, replica_devices
 from models.encoder import VisionEncoder
 from models.errors import DeviceError, ModelError
 from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec
-from models.preprocess import AspectRatioError, Patches, PreprocessConfig, Preprocessor
+from models.preprocess import MAX_ASPECT_RATIO, AspectRatioError, Patches, PreprocessConfig, Preprocessor
 from models.protocol import SupportsEncoderCudaGraph
 from models.replica import Replica, ReplicaGroup
 from models.weights import Checkpoint, open_checkpoint
 
 __all__ = [
+    "MAX_ASPECT_RATIO",
     "RANDOM_SIZES",
     "AspectRatioError",
     "BatchResult",

@@ -28,10 +28,10 @@ class FakeMember:
         return sum(isinstance(message, Scrape) for message in self.told)
 
     @property
-    def answers(self) -> list[tuple[int, dict[str, float] | None]]:
-        """Number and values of what it asked for."""
+    def answers(self) -> list[dict[str, float] | None]:
+        """To what it asked."""
         return [
-            (message.number, None if message.metrics is None else values(message.metrics))
+            None if message.metrics is None else values(message.metrics)
             for message in self.told
             if isinstance(message, Scraped)
         ]
@@ -54,8 +54,8 @@ class Server:
             round_s=round_s,
         )
 
-    def ask(self, index: int, number: int) -> None:
-        self.scraping.ask(cast(Member, self.members[index]), number)
+    def ask(self, index: int) -> None:
+        self.scraping.ask(cast(Member, self.members[index]))
 
     def answer(self, index: int) -> None:
         self.scraping.answered(cast(Member, self.members[index]), self.members[index].metrics)
@@ -73,12 +73,12 @@ def run() -> Iterator[Run]:
 def test_who_asks_gets_the_sum_once_all_have_answered(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20)
-        server.ask(1, 7)
+        server.ask(1)
         assert [member.num_asked for member in server.members] == [1, 1]
         server.answer(0)
         assert server.members[1].answers == []
         server.answer(1)
-        assert server.members[1].answers == [(7, {"things_total": 21, "waiting": 21})]
+        assert server.members[1].answers == [{"things_total": 21, "waiting": 21}]
         assert server.members[0].answers == []
 
     run(scenario())
@@ -87,18 +87,18 @@ def test_who_asks_gets_the_sum_once_all_have_answered(run: Run) -> None:
 def test_who_asks_in_the_middle_of_a_round_is_answered_by_the_next(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20)
-        server.ask(0, 1)
+        server.ask(0)
         server.answer(0)
-        server.ask(1, 2)
-        server.ask(1, 3)
+        server.ask(1)
+        server.ask(1)
         server.members[0].metrics = FakeMember(100).metrics
         server.answer(1)
-        assert server.members[0].answers == [(1, {"things_total": 21, "waiting": 21})]
+        assert server.members[0].answers == [{"things_total": 21, "waiting": 21}]
         assert [member.num_asked for member in server.members] == [2, 2]
         server.answer(1)
         server.answer(0)
         expected = {"things_total": 120, "waiting": 120}
-        assert server.members[1].answers == [(2, expected), (3, expected)]
+        assert server.members[1].answers == [expected]
 
     run(scenario())
 
@@ -106,16 +106,16 @@ def test_who_asks_in_the_middle_of_a_round_is_answered_by_the_next(run: Run) -> 
 def test_a_round_that_is_not_answered_ends_and_the_next_one_begins(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20, round_s=0.05)
-        server.ask(0, 1)
+        server.ask(0)
         server.answer(1)
-        server.ask(1, 2)
+        server.ask(1)
         await asyncio.sleep(0.07)
-        assert server.members[0].answers == [(1, None)]
+        assert server.members[0].answers == [None]
         server.answer(0)
         server.answer(1)
-        assert server.members[1].answers == [(2, {"things_total": 21, "waiting": 21})]
+        assert server.members[1].answers == [{"things_total": 21, "waiting": 21}]
         await asyncio.sleep(0.07)  # no end of the first round comes over the second
-        server.ask(0, 3)
+        server.ask(0)
         assert [member.num_asked for member in server.members] == [3, 3]
 
     run(scenario())
@@ -124,15 +124,15 @@ def test_a_round_that_is_not_answered_ends_and_the_next_one_begins(run: Run) -> 
 def test_what_an_ended_one_counted_stays_counted_and_what_it_held_does_not(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20)
-        server.ask(0, 1)
+        server.ask(0)
         server.answer(0)
         gone = server.members[1]
         server.scraping.ended(cast(Member, gone), gone.metrics)
         gone.is_running = False
-        assert server.members[0].answers == [(1, {"things_total": 21, "waiting": 1})]
-        server.ask(0, 2)
+        assert server.members[0].answers == [{"things_total": 21, "waiting": 1}]
+        server.ask(0)
         server.answer(0)
-        assert server.members[0].answers[1] == (2, {"things_total": 21, "waiting": 1})
+        assert server.members[0].answers[1] == {"things_total": 21, "waiting": 1}
         assert gone.num_asked == 1
 
     run(scenario())
@@ -141,9 +141,9 @@ def test_what_an_ended_one_counted_stays_counted_and_what_it_held_does_not(run: 
 def test_one_that_is_gone_is_not_waited_for(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20)
-        server.ask(0, 1)
+        server.ask(0)
         server.answer(0)
         server.scraping.gone(cast(Member, server.members[1]))
-        assert server.members[0].answers == [(1, {"things_total": 1, "waiting": 1})]
+        assert server.members[0].answers == [{"things_total": 1, "waiting": 1}]
 
     run(scenario())

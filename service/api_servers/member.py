@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from itertools import count
 from types import FrameType
 from typing import NoReturn, cast
 
@@ -44,6 +43,7 @@ from service.api_servers.tallies import shared_tallies
 from service.app import Together, create_app
 from service.engine import Engine
 from service.errors import Unavailable
+from service.files import max_connections
 from service.logs import configure_logging
 from service.metrics import Collects
 from service.server import Server, finish, trust_own_limits
@@ -52,6 +52,7 @@ from service.settings import Settings
 logger = logging.getLogger(__name__)
 
 _SCRAPE_TIMEOUT_S = 5.0
+_FULL_PAUSE_S = 0.05  # for a server with as many connections as it may have
 _HAND_OVER_S = 2.0  # for connections that are on their way to a server that leaves
 # All API servers see the same of the model. The first one says it; of faults each says its own.
 _SPOKEN_BY_FIRST = ("service.app", "service.engine")
@@ -62,8 +63,8 @@ class Line:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._numbers = count()
-        self._scrapes: dict[int, asyncio.Future[Sequence[Metric] | None]] = {}
+        self._asking: list[asyncio.Future[Sequence[Metric] | None]] = []
+        self._asking_next: list[asyncio.Future[Sequence[Metric] | None]] = []  # since then
 
     def listen(self, obey: Callable[[object, Sequence[int]], None]) -> None:
         """Has every message that is not for the line itself obeyed, from now on."""
@@ -77,19 +78,33 @@ class Line:
 
     async def gather(self) -> Collects:
         """The metrics of all processes. Raises `Unavailable` where one of them does not answer."""
-        number = next(self._numbers)
-        self._scrapes[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[Sequence[Metric] | None] = asyncio.get_running_loop().create_future()
+        if self._asking:
+            self._asking_next.append(answer)
+        else:
+            self._ask([answer])
         try:
-            self.tell(Scrape(number))
             async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
-                metrics = await self._scrapes[number]
-        except (TimeoutError, BlockingIOError):
+                metrics = await answer
+        except TimeoutError:
             metrics = None
-        finally:
-            del self._scrapes[number]
         if metrics is None:
             raise Unavailable("not all of the server's processes answer", code="not_ready")
         return Merged(metrics)
+
+    def _ask(self, answers: list[asyncio.Future[Sequence[Metric] | None]]) -> None:
+        """For all who want to know: one question at a time is on its way."""
+        self._asking = answers
+        self.tell(Scrape())
+
+    def _scraped(self, metrics: Sequence[Metric] | None) -> None:
+        answers, self._asking = self._asking, []
+        for answer in answers:
+            if not answer.done():
+                answer.set_result(metrics)
+        if self._asking_next:
+            answers, self._asking_next = self._asking_next, []
+            self._ask(answers)
 
     def _read(self) -> None:
         try:
@@ -98,18 +113,13 @@ class Line:
                 if isinstance(message, Ping):
                     self.tell(Pong())
                 elif isinstance(message, Scraped):
-                    self._scraped(message)
+                    self._scraped(message.metrics)
                 else:
                     self._obey(message, files)
         except BlockingIOError:
             return
         except EOFError:
             os._exit(1)
-
-    def _scraped(self, message: Scraped) -> None:
-        waiting = self._scrapes.get(message.number)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(message.metrics)
 
 
 class ApiServer(Server):
@@ -133,6 +143,7 @@ class ApiServer(Server):
         self._own_metrics = own_metrics
         self._no_more_connections = asyncio.Event()
         self._opening: set[asyncio.Task[None]] = set()
+        self._max_connections = max_connections()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal to all processes of a group. What a second one means is up to the supervisor."""
@@ -145,7 +156,7 @@ class ApiServer(Server):
         if self.lifespan.should_exit:
             sys.exit(1)  # which it has logged
         self._connections.socket.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._connections.fileno(), self._take_connections)
+        self._listen_to_connections()
         self._line.listen(self._obey)
         # As after loading, and now, so that all are ready at the same time.
         gc.collect()
@@ -178,17 +189,18 @@ class ApiServer(Server):
                         self._replicas[device].loaded(encoder, memories[place])
             case Lost(device, fault):
                 self._engine.batcher.lose(device, fault.device_error())
-            case Scrape(number):
-                self._line.tell(Scraped(number, self._own_metrics()))
+            case Scrape():
+                self._line.tell(Scraped(self._own_metrics()))
             case Stop():
                 self._told_to_stop = True
             case _:
                 raise AssertionError(f"unknown order {message!r}")
 
     def _take_connections(self) -> None:
+        """As many as there are files for; others wait, at last in the listener's backlog."""
         loop = asyncio.get_running_loop()
         try:
-            while True:
+            while self._num_connections < self._max_connections:
                 _, files = self._connections.receive()
                 if not files:
                     logger.error("a connection is lost, as the process has no file for it")
@@ -199,6 +211,17 @@ class ApiServer(Server):
         except EOFError:
             loop.remove_reader(self._connections.fileno())
             self._no_more_connections.set()
+            return
+        loop.remove_reader(self._connections.fileno())
+        loop.call_later(_FULL_PAUSE_S, self._listen_to_connections)
+
+    def _listen_to_connections(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_reader(self._connections.fileno(), self._take_connections)
+
+    @property
+    def _num_connections(self) -> int:
+        return len(self.server_state.connections) + len(self._opening)
 
     def _open(self, connection: socket.socket) -> None:
         opening = asyncio.get_running_loop().create_task(self._connect(connection))

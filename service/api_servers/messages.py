@@ -228,14 +228,11 @@ class Pong:
 
 @dataclass(frozen=True)
 class Scrape:
-    """From an API server, which is asked for metrics; to each of them, for its own."""
-
-    number: int
+    """From an API server that wants the metrics of all; to each of them, for its own."""
 
 
 @dataclass(frozen=True)
 class Scraped:
-    """From an API server, its own; to the one that asked, those of all. None: not all have answered."""
+    """From an API server, its own; to one that asked, those of all. None: not all have answered."""
 
-    number: int
     metrics: Sequence[Metric] | None

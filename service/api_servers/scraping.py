@@ -20,7 +20,7 @@ _ROUND_S = 4.0
 class _Round:
     """`answers` has those that are missing as well."""
 
-    askers: Sequence[tuple[Member, int]]
+    askers: set[Member]
     waits_for: set[Member]
     metrics: list[Sequence[Metric]] = field(default_factory=list)
 
@@ -39,13 +39,13 @@ class Scraping:
         self._tell = tell
         self._own_metrics = own_metrics
         self._round_s = round_s
-        self._askers: list[tuple[Member, int]] = []
+        self._askers: set[Member] = set()
         self._round: _Round | None = None
         self._of_the_ended: list[Sequence[Metric]] = []
 
-    def ask(self, asker: Member, number: int) -> None:
-        """One of them wants the metrics of all, under a number of its own."""
-        self._askers.append((asker, number))
+    def ask(self, asker: Member) -> None:
+        """One of them wants the metrics of all."""
+        self._askers.add(asker)
         if self._round is None:
             self._begin()
 
@@ -68,10 +68,10 @@ class Scraping:
     def _begin(self) -> None:
         running = {member for member in self._members if member.is_running}
         self._round = _Round(self._askers, running)
-        self._askers = []
+        self._askers = set()
         asyncio.get_running_loop().call_later(self._round_s, self._give_up, self._round)
         for member in running:
-            self._tell(member, Scrape(0))
+            self._tell(member, Scrape())
 
     def _heard_of(self, round_: _Round, member: Member) -> None:
         round_.waits_for.remove(member)
@@ -87,7 +87,7 @@ class Scraping:
         assert self._round is not None, "a round ends once"
         askers = self._round.askers
         self._round = None
-        for asker, number in askers:
-            self._tell(asker, Scraped(number, metrics))
+        for asker in askers:
+            self._tell(asker, Scraped(metrics))
         if self._askers:
             self._begin()

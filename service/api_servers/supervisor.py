@@ -22,7 +22,15 @@ from typing import NoReturn
 import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from models import DeviceError, ModelError, Replica, ReplicaGroup, VisionEncoder, replica_devices
+from models import (
+    MAX_ASPECT_RATIO,
+    DeviceError,
+    ModelError,
+    Replica,
+    ReplicaGroup,
+    VisionEncoder,
+    replica_devices,
+)
 from service.api_servers.dispatcher import Dispatcher
 from service.api_servers.members import Member
 from service.api_servers.memory import SharedMemory
@@ -52,6 +60,7 @@ logger = logging.getLogger(__name__)
 
 _SERVERS_PER_GPU = 4
 _THREADS_PER_SERVER = 4
+_MARGIN_TOKENS = 2 * MAX_ASPECT_RATIO
 _LAST_WORDS_S = 10.0  # beyond its grace, for an API server that was told to stop
 
 
@@ -164,8 +173,12 @@ class Supervisor:
         gc.collect()
         gc.freeze()
         num_bytes = max(self._batch_bytes(encoder) for encoder in encoders.values())
-        for member in self._members:
-            self._tell_loaded(member, Loaded(encoders, num_bytes))
+        try:
+            for member in self._members:
+                self._tell_loaded(member, Loaded(encoders, num_bytes))
+        except (OSError, RuntimeError) as error:
+            logger.error("no shared memory for batches of %d bytes: %s", num_bytes, error)
+            self._fail()
 
     def _tell_loaded(self, member: Member, loaded: Loaded) -> None:
         """With memory for the patches of a batch on their way to each device."""
@@ -177,10 +190,15 @@ class Supervisor:
             os.close(file)
 
     def _batch_bytes(self, encoder: EncoderFacts | Fault) -> int:
-        """Of the largest batch: a full one or one large image. What is not written is no memory yet."""
+        """Of the largest batch: a full one or one large image. What is not written is no memory yet.
+
+        A small `max_pixels` is no exact limit for a thin image, hence the margin.
+        """
         assert isinstance(encoder, EncoderFacts), "an encoder that is not loaded has no batches"
-        token_bytes = 3 * encoder.preprocessor.config.factor**2
-        return max(self._settings.max_batch_tokens, self._settings.max_request_tokens) * token_bytes
+        config = encoder.preprocessor.config
+        token_pixels = config.factor**2
+        largest_image = max(config.min_pixels, config.max_pixels) // token_pixels + _MARGIN_TOKENS
+        return 3 * token_pixels * max(self._settings.max_batch_tokens, largest_image)
 
     # Messages
 
@@ -203,9 +221,9 @@ class Supervisor:
                 member.pinged_at = None
             case Leaving():
                 self._leave(member)
-            case Scrape(number):
-                self._scraping.ask(member, number)
-            case Scraped(_, metrics):
+            case Scrape():
+                self._scraping.ask(member)
+            case Scraped(metrics):
                 self._scraping.answered(member, metrics or ())
             case Farewell(metrics):
                 self._scraping.ended(member, metrics)
