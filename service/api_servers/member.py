@@ -167,6 +167,8 @@ class ApiServer(Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """First lets the supervisor know, so that no connection is lost on its way here."""
         self._line.tell(Leaving())
+        self._max_connections = sys.maxsize  # those on their way are told to leave, too
+        self._listen_to_connections()
         try:
             async with asyncio.timeout(_HAND_OVER_S):
                 await self._no_more_connections.wait()
