@@ -11,10 +11,11 @@ from tests.test_cli import Process
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 
-@pytest.mark.parametrize("graphs", [True, False])
-def test_serves_by_replay_or_eagerly(graphs: bool) -> None:
+@pytest.mark.parametrize(("graphs", "num_servers"), [(True, 2), (False, 1)])
+def test_serves_by_replay_or_eagerly(graphs: bool, num_servers: int) -> None:
     flag = "--cudagraph-mm-encoder" if graphs else "--no-cudagraph-mm-encoder"
-    process = Process("--port", "0", "--device", "cuda", flag)
+    servers = ("--api-server-count", str(num_servers))
+    process = Process("--port", "0", "--device", "cuda", flag, *servers)
     try:
         url = process.ready().url
         image = encode_image(300, 400)
