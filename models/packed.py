@@ -97,10 +97,11 @@ class PackedVisionTransformer:
 
     def encoder_eager_forward(self, batch: Sequence[Patches]) -> torch.Tensor:
         shapes = (self._num_rows(batch), self.model.config.patch_dim), (len(batch), 2)
-        blocks = [
-            self._pinned.take(math.prod(shape) * size) for shape, size in zip(shapes, (1, 4), strict=True)
-        ]
+        blocks: list[torch.Tensor] = []
         try:
+            blocks += (
+                self._pinned.take(math.prod(shape) * size) for shape, size in zip(shapes, (1, 4), strict=True)
+            )
             return self._run_eagerly(batch, *map(view_of, blocks, shapes, (torch.uint8, torch.int32)))
         finally:
             self._give_back(blocks)

@@ -59,6 +59,7 @@ class Together:
     held_bytes: Tally
     gather: Callable[[], Awaitable[Collects]]
     started_at: int  # seconds since 1970
+    owns_devices: bool = True  # and watches them, as only their owner sees how they get on
 
 
 def create_app(
@@ -104,7 +105,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
-        lifespan=partial(_lifespan, settings, engine, (decoders, writers), fetcher),
+        lifespan=partial(_lifespan, settings, engine, (decoders, writers), fetcher, together),
     )
     app.state.engine = engine
     app.state.metrics = counters
@@ -143,16 +144,20 @@ async def _lifespan(
     engine: Engine,
     executors: Sequence[ThreadPoolExecutor],
     fetcher: Fetcher,
+    together: Together,
     app: FastAPI,
 ) -> AsyncIterator[None]:
     if settings.is_demo:
         logger.warning("model demo: the weights are random, so the embeddings mean nothing")
     engine.start()
-    watching = asyncio.create_task(engine.watch(settings.device_timeout_s))
-    watching.add_done_callback(engine.on_watch_ended)
+    watching = []
+    if together.owns_devices:
+        watching.append(asyncio.create_task(engine.watch(settings.device_timeout_s)))
+        watching[0].add_done_callback(engine.on_watch_ended)
     yield
-    watching.cancel()
-    await asyncio.wait([watching])
+    for task in watching:
+        task.cancel()
+    await asyncio.gather(*watching, return_exceptions=True)
     engine.drain()
     await fetcher.aclose()
     if not engine.close():

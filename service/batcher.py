@@ -2,7 +2,7 @@
 
 First in, first out. No timer by default: a batch forms while the device is busy, and a device takes what
 waits as soon as it has a place for a batch. Requests and devices call it from their own threads; nothing in
-it waits but `take`. Knows tokens, tickets and devices; nothing of HTTP, images or the encoder.
+it waits but `take` and `wait`. Knows tokens, tickets and devices; nothing of HTTP, images or the encoder.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Batcher:
             ]
 
     def close(self) -> None:
-        """Lets every `take` return."""
+        """Lets every `take` and `wait` return."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

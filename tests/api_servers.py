@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 
 from models import BatchResult, BatchStats, DeviceError, EncodeItem, Replica
-from service.api_servers.dispatcher import Client, Dispatcher
+from service.api_servers.dispatcher import Dispatcher, ServerLines
 from service.api_servers.link import Link
 from service.api_servers.memory import SharedMemory
 from service.api_servers.messages import EncoderFacts
@@ -93,15 +93,15 @@ class Company:
         num_servers: int = 2,
         max_batch_tokens: int = 10,
         memory_bytes: int = 2**20,
-        strangers: Sequence[Client] = (),  # further API servers, which the test plays
+        strangers: Sequence[ServerLines] = (),  # further API servers, which the test plays
     ) -> None:
         limits = QueueLimits(max_batch_tokens, 10_000)
-        self.clients: list[Client] = []
+        self.clients: list[ServerLines] = []
         self.servers: list[ApiServer] = []
         for _ in range(num_servers):
             (batches, their_batches), (results, their_results) = Link.pair(), Link.pair()
             memory = SharedMemory.create(memory_bytes)
-            self.clients.append(Client(batches, results, memory))
+            self.clients.append(ServerLines(batches, results, memory))
             replica = RemoteReplica(DEVICE, their_batches, their_results)
             self.servers.append(ApiServer(callers, replica, memory, limits))
         self.clients += strangers
@@ -110,7 +110,7 @@ class Company:
             self.clients, on_lost=self.lost.append, count_idle_others=lambda: self.num_idle_others
         )
         self.num_idle_others = 0
-        self._threads = ThreadPoolExecutor(1)
+        self.threads = ThreadPoolExecutor(1)
         self._replica: Replica | None = None
 
     def serve(self, encoder: FakeEncoder) -> None:
@@ -120,7 +120,7 @@ class Company:
 
     def take(self) -> Batch:
         """The next batch, for the test to run. In another thread, so that the test cannot be held up."""
-        taken = self._threads.submit(self.dispatcher.take).result(10)
+        taken = self.threads.submit(self.dispatcher.take).result(10)
         assert taken is not None, "no API server is left"
         return Batch(*taken)
 
@@ -145,7 +145,7 @@ class Company:
             server.replica.close()
         if self._replica is not None:
             self._replica.close()
-        self._threads.shutdown()
+        self.threads.shutdown()
         self.end_device()
         for client in self.clients:
             if client.memory is not None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from models import EncodeItem, OutputSpec
-from service.api_servers.dispatcher import Client, place
+from service.api_servers.dispatcher import ServerLines, place
 from service.api_servers.link import MAX_FILES, Link
 from service.api_servers.link import _Large as Large
 from service.api_servers.memory import SharedMemory
@@ -240,7 +240,7 @@ class Stranger:
 
     def __init__(self) -> None:
         (batches, self.batches), (results, self.results) = Link.pair(), Link.pair()
-        self.client = Client(batches, results)
+        self.client = ServerLines(batches, results)
 
     def leave(self) -> None:
         self.batches.close()
@@ -339,6 +339,23 @@ def test_work_is_shared_with_devices_that_have_nothing_to_do(make: Make, num_idl
     company.num_idle_others = num_idle_others
     company.servers[0].put(*[item(1, value) for value in range(4)])
     assert len(company.take().values) == 4 // (1 + num_idle_others)
+
+
+def test_a_busy_device_leaves_what_waits_to_one_that_has_nothing_to_do(make: Make) -> None:
+    company = make(num_servers=1)
+    [server] = company.servers
+    server.put(item(1, 1))
+    running = company.take()
+    company.num_idle_others = 1
+    server.put(item(1, 2))
+    taking = company.threads.submit(company.dispatcher.take)
+    with pytest.raises(TimeoutError):
+        taking.result(0.1)
+    company.num_idle_others = 0  # it is busy, too
+    taken = taking.result(10)
+    assert taken is not None
+    assert [value_of(image) for image in taken[0]] == [2]
+    running.finish()
 
 
 def test_closing_while_images_wait_for_their_turn_is_no_fault_of_the_device(make: Make) -> None:

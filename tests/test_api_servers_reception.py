@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, cast
@@ -8,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from service.__main__ import listen
+from service.api_servers.link import Link
 from service.api_servers.members import Member
 from service.api_servers.reception import Reception
 
@@ -93,6 +95,26 @@ def test_connections_wait_until_there_is_room(run: Run) -> None:
         assert await asyncio.gather(*waiting) == [b"a"] * 3
 
     run(scenario)
+
+
+def test_one_that_is_full_or_leaves_is_handed_no_connection() -> None:
+    (line, their_line), (connections, theirs) = Link.pair(), Link.pair()
+    member = Member(0, cast(Any, None), line, connections, {})
+    with socket.socket() as connection:
+        assert member.hand_over(connection)
+        member.is_full = True
+        assert not member.hand_over(connection)
+        member.is_full = False
+        assert member.hand_over(connection)
+        member.stop_connections()
+        assert not member.hand_over(connection)
+    for _ in range(2):
+        _, [file] = theirs.receive()
+        os.close(file)
+    with pytest.raises(EOFError):
+        theirs.receive()
+    for link in (line, their_line, theirs):
+        link.socket.close()
 
 
 def test_it_closes_once_none_takes_connections(run: Run) -> None:

@@ -147,3 +147,32 @@ def test_one_that_is_gone_is_not_waited_for(run: Run) -> None:
         assert server.members[0].answers == [{"things_total": 1, "waiting": 1}]
 
     run(scenario())
+
+
+def test_one_that_answers_and_then_ends_is_counted_once(run: Run) -> None:
+    async def scenario() -> None:
+        server = Server(1, 20)
+        server.ask(0)
+        server.answer(1)
+        gone = server.members[1]
+        server.scraping.ended(cast(Member, gone), gone.metrics)
+        server.answer(0)
+        assert server.members[0].answers == [{"things_total": 21, "waiting": 1}]
+        server.ask(0)  # its process has not ended yet
+        assert gone.num_asked == 1
+        server.answer(0)
+        assert server.members[0].answers[1] == {"things_total": 21, "waiting": 1}
+
+    run(scenario())
+
+
+def test_one_that_cannot_say_its_own_ends_the_round(run: Run) -> None:
+    async def scenario() -> None:
+        server = Server(1, 20)
+        server.ask(0)
+        server.scraping.answered(cast(Member, server.members[1]), None)
+        assert server.members[0].answers == [None]
+        server.ask(0)
+        assert server.members[1].num_asked == 2
+
+    run(scenario())

@@ -43,7 +43,7 @@ _OWN_MEMORY_BYTES = 2**20
 
 
 @dataclass(eq=False)
-class Client:
+class ServerLines:
     """One API server, as a device sees it."""
 
     batches: Link
@@ -60,16 +60,16 @@ class Dispatcher:
 
     def __init__(
         self,
-        clients: Sequence[Client],
+        clients: Sequence[ServerLines],
         *,
         on_lost: Callable[[DeviceError], None],
         count_idle_others: Callable[[], int] = lambda: 0,
     ) -> None:
         self._on_lost = on_lost
         self._count_idle_others = count_idle_others
-        self._wanting: deque[Client] = deque()
-        self._granted: dict[Client, float] = {}  # since when it is to send its batch
-        self._taken: deque[tuple[Client, Batch]] = deque()  # batches that are there
+        self._wanting: deque[ServerLines] = deque()
+        self._granted: dict[ServerLines, float] = {}  # since when it is to send its batch
+        self._taken: deque[tuple[ServerLines, Batch]] = deque()  # batches that are there
         self._selector = selectors.DefaultSelector()
         for client in clients:
             self._selector.register(client.batches, selectors.EVENT_READ, client)
@@ -113,6 +113,8 @@ class Dispatcher:
         """
         if not self._wanting:
             return None
+        if self._running and self._count_idle_others():
+            return _PATIENCE_S  # others shall have what waits; if they do not come for it, it is ours
         now = time.perf_counter()
         rest_s = max(self._granted.values(), default=-math.inf) + _PATIENCE_S - now
         if rest_s > 0:
@@ -126,7 +128,7 @@ class Dispatcher:
     def _listen(self, seconds: float | None) -> None:
         """Notes whose images wait, in the order in which they said so, and batches that have come."""
         for key, _ in self._selector.select(seconds):
-            client: Client = key.data
+            client: ServerLines = key.data
             try:
                 message, _ = client.batches.receive()
             except EOFError:
@@ -139,13 +141,13 @@ class Dispatcher:
             if isinstance(message, Batch):
                 self._taken.append((client, message))
 
-    def _forget(self, client: Client) -> None:
+    def _forget(self, client: ServerLines) -> None:
         self._selector.unregister(client.batches)
         self._granted.pop(client, None)
         if client in self._wanting:
             self._wanting.remove(client)
 
-    def _finished(self, client: Client, number: int, future: Future[BatchResult]) -> None:
+    def _finished(self, client: ServerLines, number: int, future: Future[BatchResult]) -> None:
         with self._lock:
             self._running.discard(future)
             self._got_on_at = time.perf_counter()
@@ -163,7 +165,7 @@ class Dispatcher:
             self._on_lost(error)
 
 
-def _items(client: Client, batch: Batch) -> list[EncodeItem]:
+def _items(client: ServerLines, batch: Batch) -> list[EncodeItem]:
     assert client.memory is not None, "it has no batch before the model is loaded"
     items = []
     start = 0

@@ -6,6 +6,7 @@ Both ends are ours, so what arrives is trusted and unpickled.
 from __future__ import annotations
 
 import errno
+import os
 import pickle
 import socket
 from array import array
@@ -84,11 +85,12 @@ class Link:
         files = array("i", b"".join(sent for _, _, sent in ancillary)).tolist()
         message = pickle.loads(data)
         if isinstance(message, _Large):
-            if not files:
-                raise OSError(errno.EMFILE, "no file for a message from another process")
-            memory = SharedMemory(files.pop(0), message.num_bytes)
-            memory.close_file()
-            message = pickle.loads(memory.buffer)
+            try:
+                message = _read_large(message, files)
+            except BaseException:
+                for file in files:
+                    os.close(file)
+                raise
         return message, files
 
     def close(self) -> None:
@@ -96,3 +98,11 @@ class Link:
         with suppress(OSError):  # the other end was first
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
+
+
+def _read_large(message: _Large, files: list[int]) -> Any:
+    if not files:
+        raise OSError(errno.EMFILE, "no file for a message from another process")
+    memory = SharedMemory(files[0], message.num_bytes)
+    os.close(files.pop(0))
+    return pickle.loads(memory.buffer)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
@@ -20,18 +19,17 @@ import torch
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Metric
 
+from service.api_servers.line import Line
 from service.api_servers.link import Link
 from service.api_servers.memory import SharedMemory
-from service.api_servers.merge import Merged
 from service.api_servers.messages import (
     STOP_SIGNALS,
     Farewell,
     Fault,
+    Full,
     Leaving,
     Loaded,
     Lost,
-    Ping,
-    Pong,
     Scrape,
     Scraped,
     Setup,
@@ -42,84 +40,18 @@ from service.api_servers.remote import RemoteReplica, RemoteReplicas
 from service.api_servers.tallies import shared_tallies
 from service.app import Together, create_app
 from service.engine import Engine
-from service.errors import Unavailable
 from service.files import max_connections
 from service.logs import configure_logging
-from service.metrics import Collects
 from service.server import Server, finish, trust_own_limits
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-_SCRAPE_TIMEOUT_S = 5.0
+_TAKEN_AT_ONCE = 64
 _FULL_PAUSE_S = 0.05  # for a server with as many connections as it may have
 _HAND_OVER_S = 2.0  # for connections that are on their way to a server that leaves
-# All API servers see the same of the model. The first one says it; of faults each says its own.
+# What they say is the same in all API servers. The first one says it.
 _SPOKEN_BY_FIRST = ("service.app", "service.engine")
-
-
-class Line:
-    """The line to the supervisor, on the event loop. A process whose supervisor is gone ends at once."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self._asking: list[asyncio.Future[Sequence[Metric] | None]] = []
-        self._asking_next: list[asyncio.Future[Sequence[Metric] | None]] = []  # since then
-
-    def listen(self, obey: Callable[[object, Sequence[int]], None]) -> None:
-        """Has every message that is not for the line itself obeyed, from now on."""
-        self._obey = obey
-        self._link.socket.setblocking(False)
-        asyncio.get_running_loop().add_reader(self._link.fileno(), self._read)
-
-    def tell(self, message: object) -> None:
-        """Tells the supervisor."""
-        self._link.send(message)
-
-    async def gather(self) -> Collects:
-        """The metrics of all processes. Raises `Unavailable` where one of them does not answer."""
-        answer: asyncio.Future[Sequence[Metric] | None] = asyncio.get_running_loop().create_future()
-        if self._asking:
-            self._asking_next.append(answer)
-        else:
-            self._ask([answer])
-        try:
-            async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
-                metrics = await answer
-        except TimeoutError:
-            metrics = None
-        if metrics is None:
-            raise Unavailable("not all of the server's processes answer", code="not_ready")
-        return Merged(metrics)
-
-    def _ask(self, answers: list[asyncio.Future[Sequence[Metric] | None]]) -> None:
-        """For all who want to know: one question at a time is on its way."""
-        self._asking = answers
-        self.tell(Scrape())
-
-    def _scraped(self, metrics: Sequence[Metric] | None) -> None:
-        answers, self._asking = self._asking, []
-        for answer in answers:
-            if not answer.done():
-                answer.set_result(metrics)
-        if self._asking_next:
-            answers, self._asking_next = self._asking_next, []
-            self._ask(answers)
-
-    def _read(self) -> None:
-        try:
-            while True:
-                message, files = self._link.receive()
-                if isinstance(message, Ping):
-                    self.tell(Pong())
-                elif isinstance(message, Scraped):
-                    self._scraped(message.metrics)
-                else:
-                    self._obey(message, files)
-        except BlockingIOError:
-            return
-        except EOFError:
-            os._exit(1)
 
 
 class ApiServer(Server):
@@ -192,17 +124,23 @@ class ApiServer(Server):
             case Lost(device, fault):
                 self._engine.batcher.lose(device, fault.device_error())
             case Scrape():
-                self._line.tell(Scraped(self._own_metrics()))
+                self._tell_metrics()
             case Stop():
                 self._told_to_stop = True
             case _:
                 raise AssertionError(f"unknown order {message!r}")
 
+    def _tell_metrics(self) -> None:
+        try:
+            self._line.tell(Scraped(self._own_metrics()))
+        except OSError:  # the process has no file for them
+            self._line.tell(Scraped(None))
+
     def _take_connections(self) -> None:
-        """As many as there are files for; others wait, at last in the listener's backlog."""
+        """As many as there are files for; the supervisor is told when others have to have the rest."""
         loop = asyncio.get_running_loop()
         try:
-            while self._num_connections < self._max_connections:
+            for _ in range(min(_TAKEN_AT_ONCE, self._max_connections - self._num_connections)):
                 _, files = self._connections.receive()
                 if not files:
                     logger.error("a connection is lost, as the process has no file for it")
@@ -214,12 +152,20 @@ class ApiServer(Server):
             loop.remove_reader(self._connections.fileno())
             self._no_more_connections.set()
             return
-        loop.remove_reader(self._connections.fileno())
-        loop.call_later(_FULL_PAUSE_S, self._listen_to_connections)
+        if self._num_connections >= self._max_connections:
+            loop.remove_reader(self._connections.fileno())
+            self._line.tell(Full(True))
+            self._look_for_room()
+
+    def _look_for_room(self) -> None:
+        if self._num_connections >= self._max_connections:
+            asyncio.get_running_loop().call_later(_FULL_PAUSE_S, self._look_for_room)
+        elif not self._no_more_connections.is_set():
+            self._line.tell(Full(False))
+            self._listen_to_connections()
 
     def _listen_to_connections(self) -> None:
-        loop = asyncio.get_running_loop()
-        loop.add_reader(self._connections.fileno(), self._take_connections)
+        asyncio.get_running_loop().add_reader(self._connections.fileno(), self._take_connections)
 
     @property
     def _num_connections(self) -> int:
@@ -254,7 +200,7 @@ def main(file: int) -> NoReturn:
     configure_logging(settings.log_level, settings.log_format)
     if setup.index:
         for name in _SPOKEN_BY_FIRST:
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+            logging.getLogger(name).disabled = True
     trust_own_limits()
     torch.set_num_threads(1)  # each image is resized in a thread of its own
     connections, tallies, *rest = files
@@ -266,7 +212,7 @@ def main(file: int) -> NoReturn:
         settings,
         registry=registry,
         start_replicas=lambda settings: replicas,
-        together=Together(reserved_tokens, held_bytes, line.gather, setup.started_at),
+        together=Together(reserved_tokens, held_bytes, line.gather, setup.started_at, owns_devices=False),
     )
     server = ApiServer(
         app,

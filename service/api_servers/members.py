@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from service.api_servers.dispatcher import Client
+from service.api_servers.dispatcher import ServerLines
 from service.api_servers.link import Link
 from service.api_servers.memory import SharedMemory
 from service.api_servers.messages import STOP_SIGNALS, Setup
@@ -27,9 +27,10 @@ class Member:
     process: subprocess.Popen[bytes]
     line: Link
     connections: Link
-    clients: Mapping[str, Client]  # its lines to the devices, by their names
+    clients: Mapping[str, ServerLines]  # its lines to the devices, by their names
     is_up: bool = False
     takes_connections: bool = True
+    is_full: bool = False
     is_running: bool = True
     pinged_at: float | None = None  # while it has not answered
 
@@ -43,7 +44,7 @@ class Member:
         files = [their_connections.fileno(), tallies.file]
         for device in setup.devices:
             (batches, their_batches), (results, their_results) = Link.pair(), Link.pair()
-            clients[device] = Client(batches, results)
+            clients[device] = ServerLines(batches, results)
             ends += [their_batches, their_results]
             files += [their_batches.fileno(), their_results.fileno()]
         process = _spawn(their_line)
@@ -60,7 +61,7 @@ class Member:
 
     def hand_over(self, connection: socket.socket) -> bool:
         """Gives it a connection; says whether it had room for one."""
-        if not self.takes_connections:
+        if self.is_full or not self.takes_connections:
             return False
         try:
             self.connections.send(None, [connection.fileno()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 
@@ -16,14 +17,18 @@ class SharedMemory:
     """
 
     def __init__(self, file: int, num_bytes: int) -> None:
-        """Of another process: takes the file over. Raises `RuntimeError` where there is no room for it."""
+        """Of another process: takes the file over. Raises `OSError` where there is no room for it."""
         self.file = file
-        self.num_bytes = num_bytes
-        self.bytes = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8)
+        try:
+            self.bytes = torch.from_file(
+                f"/proc/self/fd/{file}", shared=True, size=num_bytes, dtype=torch.uint8
+            )
+        except RuntimeError as error:
+            raise OSError(errno.ENOMEM, f"no memory of {num_bytes} bytes to share: {error}") from None
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:
-        """Raises `OSError` or `RuntimeError` where there is no file or no room for it."""
+        """Raises `OSError` where there is no file or no room for it."""
         file = os.memfd_create("vision-sidecar", os.MFD_CLOEXEC)
         try:
             os.ftruncate(file, num_bytes)

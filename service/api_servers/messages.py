@@ -210,6 +210,13 @@ class Leaving:
 
 
 @dataclass(frozen=True)
+class Full:
+    """From an API server: it has as many connections as it may have, or not any more."""
+
+    is_full: bool
+
+
+@dataclass(frozen=True)
 class Farewell:
     """From an API server, the last of all: its metrics."""
 

@@ -18,11 +18,11 @@ _ROUND_S = 4.0
 
 @dataclass(eq=False)
 class _Round:
-    """`answers` has those that are missing as well."""
+    """Who wants to know, who has to answer, and what they have said."""
 
     askers: set[Member]
     waits_for: set[Member]
-    metrics: list[Sequence[Metric]] = field(default_factory=list)
+    answers: dict[Member, Sequence[Metric]] = field(default_factory=dict)
 
 
 class Scraping:
@@ -41,7 +41,7 @@ class Scraping:
         self._round_s = round_s
         self._askers: set[Member] = set()
         self._round: _Round | None = None
-        self._of_the_ended: list[Sequence[Metric]] = []
+        self._of_the_ended: dict[Member, Sequence[Metric]] = {}
 
     def ask(self, asker: Member) -> None:
         """One of them wants the metrics of all."""
@@ -49,15 +49,21 @@ class Scraping:
         if self._round is None:
             self._begin()
 
-    def answered(self, member: Member, metrics: Sequence[Metric]) -> None:
-        """One of them has sent its own."""
-        if self._round is not None and member in self._round.waits_for:
-            self._round.metrics.append(metrics)
-            self._heard_of(self._round, member)
+    def answered(self, member: Member, metrics: Sequence[Metric] | None) -> None:
+        """One of them has sent its own; None where it could not."""
+        if self._round is None or member not in self._round.waits_for:
+            return
+        if metrics is None:
+            self._end(None)
+            return
+        self._round.answers[member] = metrics
+        self._heard_of(self._round, member)
 
     def ended(self, member: Member, metrics: Sequence[Metric]) -> None:
         """One of them ends, and these are its last: what it counted stays counted."""
-        self._of_the_ended.append([metric for metric in metrics if metric.type in ("counter", "histogram")])
+        self._of_the_ended[member] = [each for each in metrics if each.type in ("counter", "histogram")]
+        if self._round is not None:
+            self._round.answers.pop(member, None)
         self.gone(member)
 
     def gone(self, member: Member) -> None:
@@ -66,7 +72,9 @@ class Scraping:
             self._heard_of(self._round, member)
 
     def _begin(self) -> None:
-        running = {member for member in self._members if member.is_running}
+        running = {
+            member for member in self._members if member.is_running and member not in self._of_the_ended
+        }
         self._round = _Round(self._askers, running)
         self._askers = set()
         asyncio.get_running_loop().call_later(self._round_s, self._give_up, self._round)
@@ -76,7 +84,7 @@ class Scraping:
     def _heard_of(self, round_: _Round, member: Member) -> None:
         round_.waits_for.remove(member)
         if not round_.waits_for:
-            self._end(merge([*round_.metrics, *self._of_the_ended, self._own_metrics()]))
+            self._end(merge([*round_.answers.values(), *self._of_the_ended.values(), self._own_metrics()]))
 
     def _give_up(self, round_: _Round) -> None:
         """A sum without those that do not answer would be wrong."""

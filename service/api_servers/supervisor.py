@@ -39,6 +39,7 @@ from service.api_servers.messages import (
     EncoderFacts,
     Farewell,
     Fault,
+    Full,
     Leaving,
     Loaded,
     Lost,
@@ -157,7 +158,8 @@ class Supervisor:
             serving.add_done_callback(partial(self._on_served, replica))
 
     def _count_idle_but(self, device: str) -> int:
-        return sum(other.is_idle for name, other in self._dispatchers.items() if name != device)
+        others = self._dispatchers.keys() - self._lost - {device}
+        return sum(self._dispatchers[other].is_idle for other in others)
 
     def _tell_if_loaded(self) -> None:
         """Once all devices are loaded and all API servers are there, so that all are ready at once."""
@@ -176,7 +178,7 @@ class Supervisor:
         try:
             for member in self._members:
                 self._tell_loaded(member, Loaded(encoders, num_bytes))
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             logger.error("no shared memory for batches of %d bytes: %s", num_bytes, error)
             self._fail()
 
@@ -184,10 +186,10 @@ class Supervisor:
         """With memory for the patches of a batch on their way to each device."""
         for client in member.clients.values():
             client.memory = SharedMemory.create(loaded.memory_bytes)
-        files = [client.memory.file for client in member.clients.values() if client.memory is not None]
-        self._tell(member, loaded, files)
-        for file in files:
-            os.close(file)
+        memories = [client.memory for client in member.clients.values() if client.memory is not None]
+        self._tell(member, loaded, [memory.file for memory in memories])
+        for memory in memories:
+            memory.close_file()
 
     def _batch_bytes(self, encoder: EncoderFacts | Fault) -> int:
         """Of the largest batch: a full one or one large image. What is not written is no memory yet.
@@ -211,6 +213,8 @@ class Supervisor:
             return
         except EOFError:
             self._loop.remove_reader(member.line.fileno())  # its exit is seen elsewhere
+        except OSError as error:
+            logger.error("a message of API server %d is lost: %s", member.index, error)
 
     def _on_message(self, member: Member, message: object) -> None:
         match message:
@@ -219,12 +223,14 @@ class Supervisor:
                 self._tell_if_loaded()
             case Pong():
                 member.pinged_at = None
+            case Full(is_full):
+                member.is_full = is_full
             case Leaving():
                 self._leave(member)
             case Scrape():
                 self._scraping.ask(member)
             case Scraped(metrics):
-                self._scraping.answered(member, metrics or ())
+                self._scraping.answered(member, metrics)
             case Farewell(metrics):
                 self._scraping.ended(member, metrics)
             case _:
@@ -289,7 +295,7 @@ class Supervisor:
         member.is_running = False
         self._leave(member)
         self._scraping.gone(member)
-        if code not in (0, 1) or not (self._is_stopping or self._has_failed):
+        if (code != 0 and not self._has_failed) or not self._is_stopping:
             logger.critical("API server %d ended with %d; the server must be restarted", member.index, code)
             self._fail()
         if not any(other.is_running for other in self._members):
