@@ -97,6 +97,24 @@ def test_connections_wait_until_there_is_room(run: Run) -> None:
     run(scenario)
 
 
+def test_a_connection_that_comes_back_is_handed_to_another(run: Run) -> None:
+    async def scenario(listener: socket.socket) -> None:
+        members = [FakeMember(b"a"), FakeMember(b"b")]
+        reception = receive(listener, members)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        members[0].room = members[1].room = 0
+        reception.take_back(theirs)
+        waiting = asyncio.ensure_future(answer(ours))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        members[1].room = 10
+        assert await waiting == b"b"
+        assert await connect(listener, 1) == b"b"
+
+    run(scenario)
+
+
 def test_one_that_is_full_or_leaves_is_handed_no_connection() -> None:
     (line, their_line), (connections, theirs) = Link.pair(), Link.pair()
     member = Member(0, cast(Any, None), line, connections, {})

@@ -37,9 +37,9 @@ class Line:
         self._link.socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._link.fileno(), self._read)
 
-    def tell(self, message: object) -> None:
+    def tell(self, message: object, files: Sequence[int] = ()) -> None:
         """Tells the supervisor. Raises `OSError` where that cannot be."""
-        self._link.send(message)
+        self._link.send(message, files)
 
     async def gather(self) -> Collects:
         """The metrics of all processes. Raises `Unavailable` where one of them does not answer."""

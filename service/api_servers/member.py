@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 import sys
@@ -76,6 +77,7 @@ class ApiServer(Server):
         self._no_more_connections = asyncio.Event()
         self._opening: set[asyncio.Task[None]] = set()
         self._max_connections = max_connections()
+        self._is_full = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A signal to all processes of a group. What a second one means is up to the supervisor."""
@@ -88,7 +90,7 @@ class ApiServer(Server):
         if self.lifespan.should_exit:
             sys.exit(1)  # which it has logged
         self._connections.socket.setblocking(False)
-        self._listen_to_connections()
+        asyncio.get_running_loop().add_reader(self._connections.fileno(), self._take_connections)
         self._line.listen(self._obey)
         # As after loading, and now, so that all are ready at the same time.
         gc.collect()
@@ -100,7 +102,6 @@ class ApiServer(Server):
         """First lets the supervisor know, so that no connection is lost on its way here."""
         self._line.tell(Leaving())
         self._max_connections = sys.maxsize  # those on their way are told to leave, too
-        self._listen_to_connections()
         try:
             async with asyncio.timeout(_HAND_OVER_S):
                 await self._no_more_connections.wait()
@@ -137,35 +138,37 @@ class ApiServer(Server):
             self._line.tell(Scraped(None))
 
     def _take_connections(self) -> None:
-        """As many as there are files for; the supervisor is told when others have to have the rest."""
-        loop = asyncio.get_running_loop()
+        """As many as there are files for. The others go back, for another API server to have them."""
         try:
-            for _ in range(min(_TAKEN_AT_ONCE, self._max_connections - self._num_connections)):
+            for _ in range(_TAKEN_AT_ONCE):
                 _, files = self._connections.receive()
                 if not files:
                     logger.error("a connection is lost, as the process has no file for it")
-                for file in files:
-                    self._open(socket.socket(fileno=file))
+                elif self._num_connections < self._max_connections:
+                    self._open(socket.socket(fileno=files[0]))
+                else:
+                    self._send_back(files[0])
         except BlockingIOError:
             return
         except EOFError:
-            loop.remove_reader(self._connections.fileno())
+            asyncio.get_running_loop().remove_reader(self._connections.fileno())
             self._no_more_connections.set()
-            return
-        if self._num_connections >= self._max_connections:
-            loop.remove_reader(self._connections.fileno())
-            self._line.tell(Full(True))
+
+    def _send_back(self, connection: int) -> None:
+        try:
+            self._line.tell(Full(True), [connection])
+        finally:
+            os.close(connection)
+        if not self._is_full:
+            self._is_full = True
             self._look_for_room()
 
     def _look_for_room(self) -> None:
         if self._num_connections >= self._max_connections:
             asyncio.get_running_loop().call_later(_FULL_PAUSE_S, self._look_for_room)
-        elif not self._no_more_connections.is_set():
+        else:
+            self._is_full = False
             self._line.tell(Full(False))
-            self._listen_to_connections()
-
-    def _listen_to_connections(self) -> None:
-        asyncio.get_running_loop().add_reader(self._connections.fileno(), self._take_connections)
 
     @property
     def _num_connections(self) -> int:

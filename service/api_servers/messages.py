@@ -211,7 +211,10 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Full:
-    """From an API server: it has as many connections as it may have, or not any more."""
+    """From an API server: it has as many connections as it may have, or not any more.
+
+    Files: those that came after the last one that it may have.
+    """
 
     is_full: bool
 

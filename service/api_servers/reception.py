@@ -1,6 +1,6 @@
 """Accepts connections and hands them out to the API servers in turn.
 
-A connection for which none has room waits, and all others wait in the listener's backlog behind it.
+Connections for which none has room wait, and all others in the listener's backlog behind them.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections import deque
 from collections.abc import Sequence
 
 from service.api_servers.members import Member
@@ -27,7 +28,8 @@ class Reception:
         self._listener = listener
         self._members = members
         self._next = 0  # member to get a connection
-        self._waiting: socket.socket | None = None  # for room
+        self._waiting: deque[socket.socket] = deque()  # for room
+        self._is_paused = False
         listener.setblocking(False)
         self._open()
 
@@ -36,8 +38,15 @@ class Reception:
         if self._listener.fileno() >= 0 and not any(member.takes_connections for member in self._members):
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
-            if self._waiting is not None:
-                self._waiting.close()
+            while self._waiting:
+                self._waiting.pop().close()
+
+    def take_back(self, connection: socket.socket) -> None:
+        """One that an API server had no room for."""
+        if self._listener.fileno() < 0:
+            connection.close()
+        elif not self._hand_out(connection):
+            self._wait(connection)
 
     def _open(self) -> None:
         self._loop.add_reader(self._listener.fileno(), self._accept)
@@ -53,21 +62,28 @@ class Reception:
                 self._pause(_NO_FILES_PAUSE_S)
                 return
             if not self._hand_out(connection):
-                self._waiting = connection
-                self._pause(_NO_ROOM_PAUSE_S)
+                self._wait(connection)
                 return
 
+    def _wait(self, connection: socket.socket) -> None:
+        self._waiting.append(connection)
+        self._pause(_NO_ROOM_PAUSE_S)
+
     def _pause(self, seconds: float) -> None:
-        self._loop.remove_reader(self._listener.fileno())
-        self._loop.call_later(seconds, self._go_on)
+        if not self._is_paused:
+            self._is_paused = True
+            self._loop.remove_reader(self._listener.fileno())
+            self._loop.call_later(seconds, self._go_on)
 
     def _go_on(self) -> None:
+        self._is_paused = False
         if self._listener.fileno() < 0:
             return
-        if self._waiting is not None and not self._hand_out(self._waiting):
-            self._loop.call_later(_NO_ROOM_PAUSE_S, self._go_on)
-            return
-        self._waiting = None
+        while self._waiting:
+            if not self._hand_out(self._waiting[0]):
+                self._pause(_NO_ROOM_PAUSE_S)
+                return
+            self._waiting.popleft()
         self._open()
 
     def _hand_out(self, connection: socket.socket) -> bool:

@@ -207,8 +207,10 @@ class Supervisor:
     def _read(self, member: Member) -> None:
         try:
             while True:
-                message, _ = member.line.receive()
+                message, files = member.line.receive()
                 self._on_message(member, message)
+                for file in files:  # connections that it had no room for
+                    self._reception.take_back(socket.socket(fileno=file))
         except BlockingIOError:
             return
         except EOFError:
