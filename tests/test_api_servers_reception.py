@@ -21,6 +21,7 @@ class FakeMember:
         self.name = name
         self.room = 1000
         self.takes_connections = True
+        self.is_full = False
         self.is_responsive = True
 
     def hand_over(self, connection: socket.socket) -> bool:

@@ -17,6 +17,7 @@ from service.api_servers.messages import STOP_SIGNALS, Setup
 
 _COMMAND = "import sys; sys.path[:] = {path!r}; from service.api_servers.member import main; main({file})"
 _RESPONSIVE_S = 2.0
+_CONNECTIONS_BYTES = 2**12  # about ten
 
 
 @dataclass(eq=False)
@@ -39,6 +40,8 @@ class Member:
         """Starts the process. Raises `OSError`."""
         line, their_line = Link.pair()
         connections, their_connections = Link.pair()
+        # Room for few at a time: those on their way cannot be had by another one.
+        connections.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _CONNECTIONS_BYTES)
         clients = {}
         ends = [their_connections]
         files = [their_connections.fileno(), tallies.file]

@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 _ACCEPTED_AT_ONCE = 64
 _NO_FILES_PAUSE_S = 1.0
-_NO_ROOM_PAUSE_S = 0.05
+_NO_ROOM_PAUSE_S = 0.05  # where all are full
+_BEHIND_PAUSE_S = 0.002  # where one has only not taken yet what was handed to it
 
 
 class Reception:
@@ -67,7 +68,12 @@ class Reception:
 
     def _wait(self, connection: socket.socket) -> None:
         self._waiting.append(connection)
-        self._pause(_NO_ROOM_PAUSE_S)
+        self._pause(self._pause_s)
+
+    @property
+    def _pause_s(self) -> float:
+        has_room = any(member.takes_connections and not member.is_full for member in self._members)
+        return _BEHIND_PAUSE_S if has_room else _NO_ROOM_PAUSE_S
 
     def _pause(self, seconds: float) -> None:
         if not self._is_paused:
@@ -81,7 +87,7 @@ class Reception:
             return
         while self._waiting:
             if not self._hand_out(self._waiting[0]):
-                self._pause(_NO_ROOM_PAUSE_S)
+                self._pause(self._pause_s)
                 return
             self._waiting.popleft()
         self._open()
