@@ -138,7 +138,9 @@ class Settings(BaseModel):
         30.0, description="longest time in seconds from a request's headers to its answer"
     )
     device_timeout_s: Seconds = Field(
-        60.0, description="a device that has work and finishes nothing for so many seconds has failed"
+        60.0,
+        description="a device that has work and finishes nothing for so many seconds has failed, and so has an "
+        "API server that does not answer",
     )
     decode_threads: Count = Field(
         default_factory=_available_cores,
