@@ -139,7 +139,7 @@ class Settings(BaseModel):
     )
     device_timeout_s: Seconds = Field(
         60.0,
-        description="a device that has work and finishes nothing for so many seconds has failed, and so has an "
+        description="a device that has work and finishes nothing for so many seconds has failed, as has an "
         "API server that does not answer",
     )
     decode_threads: Count = Field(
