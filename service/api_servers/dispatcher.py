@@ -36,7 +36,8 @@ from service.api_servers.messages import (
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 0.01  # with an API server that was granted the place
+# With an API server that was granted the place: while the device has work, and while it has none.
+_PATIENCE_S, _IDLE_PATIENCE_S = 0.1, 0.01
 _ALIGNMENT = 64  # bytes
 # A larger embedding gets memory of its own, so that one answer does not keep that of others.
 _OWN_MEMORY_BYTES = 2**20
@@ -109,21 +110,23 @@ class Dispatcher:
         """Grants the place to who has waited longest. Returns for how many seconds others have to wait.
 
         An API server may be slow to answer. After a while another one gets the place too, and the batch that
-        comes second is the next one. None has a batch here now, so the memory of each is free.
+        comes second is the next one; not too soon, as what comes later misses a batch that is formed early.
+        None has a batch here now, so the memory of each is free.
         """
         if not self._wanting:
             return None
         if self._running and self._count_idle_others():
-            return _PATIENCE_S  # others shall have what waits; if they do not come for it, it is ours
+            return _IDLE_PATIENCE_S  # others shall have what waits; if they do not come for it, it is ours
         now = time.perf_counter()
-        rest_s = max(self._granted.values(), default=-math.inf) + _PATIENCE_S - now
+        patience_s = _PATIENCE_S if self._running else _IDLE_PATIENCE_S
+        rest_s = max(self._granted.values(), default=-math.inf) + patience_s - now
         if rest_s > 0:
             return rest_s
         client = self._wanting.popleft()
         self._granted[client] = now
         with suppress(ConnectionError):  # it is gone, which the next look finds out
             client.batches.send(Granted(self._count_idle_others()))
-        return _PATIENCE_S if self._wanting else None
+        return patience_s if self._wanting else None
 
     def _listen(self, seconds: float | None) -> None:
         """Notes whose images wait, in the order in which they said so, and batches that have come."""
