@@ -123,9 +123,7 @@ class Engine:
         self._metrics.set_device_up(replica.name, True)
 
     def _on_all_loaded(self, encoder: LoadedEncoder) -> None:
-        # What is loaded stays. Collecting garbage among it would stop the server for half a second.
-        gc.collect()
-        gc.freeze()
+        keep_what_is_loaded()
         self._metrics.set_info(
             model=self._model_name,
             fingerprint=encoder.fingerprint,
@@ -201,8 +199,7 @@ class Engine:
         while True:
             await asyncio.sleep(min(1.0, timeout_s / 4))
             for device in self.batcher.stuck_devices(timeout_s):
-                cause = TimeoutError(f"it has work and finished nothing for {timeout_s:g} s")
-                self.batcher.lose(device, DeviceError(device, cause))
+                self.batcher.lose(device, stuck(device, timeout_s))
 
     def on_watch_ended(self, watching: asyncio.Task[None]) -> None:
         """For the task of `watch`. Without it a stuck device would keep its callers waiting unnoticed."""
@@ -259,3 +256,14 @@ class Engine:
 
 def _shutting_down() -> Unavailable:
     return Unavailable("the server is shutting down", code="draining")
+
+
+def keep_what_is_loaded() -> None:
+    """What is loaded stays. Collecting garbage among it would stop the process for half a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def stuck(device: str, timeout_s: float) -> DeviceError:
+    """The loss of a device that does not get on."""
+    return DeviceError(device, TimeoutError(f"it has work and finished nothing for {timeout_s:g} s"))

@@ -212,7 +212,7 @@ def place(embeddings: Sequence[torch.Tensor]) -> tuple[list[Place], list[int]]:
     places: list[Place] = []
     sizes = [_ALIGNMENT]
     for embedding in embeddings:
-        num_bytes = embedding.numel() * embedding.element_size()
+        num_bytes = embedding.nbytes
         file = 0
         if num_bytes >= _OWN_MEMORY_BYTES and len(sizes) < MAX_FILES:
             file = len(sizes)

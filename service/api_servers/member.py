@@ -6,7 +6,6 @@ Knows the orders of the supervisor; nothing of the other API servers.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -40,7 +39,7 @@ from service.api_servers.messages import (
 from service.api_servers.remote import RemoteReplica, RemoteReplicas
 from service.api_servers.tallies import shared_tallies
 from service.app import Together, create_app
-from service.engine import Engine
+from service.engine import Engine, keep_what_is_loaded
 from service.files import max_connections
 from service.logs import configure_logging
 from service.server import Server, finish, trust_own_limits
@@ -93,8 +92,7 @@ class ApiServer(Server):
         asyncio.get_running_loop().add_reader(self._connections.fileno(), self._take_connections)
         self._line.listen(self._obey)
         # As after loading, and now, so that all are ready at the same time.
-        gc.collect()
-        gc.freeze()
+        keep_what_is_loaded()
         self._line.tell(Up())
         self.started = True
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import add
 
 from prometheus_client import Metric
 from prometheus_client.samples import Sample
 
+_Rule = Callable[[float, float], float]
+
 # What is no sum: every process has the same, or the process in question decides.
-_RULES: dict[str, Callable[[float, float], float]] = {
+_RULES: dict[str, _Rule] = {
     "vision_sidecar_ready": min,
     "vision_sidecar_device_up": min,
     "vision_sidecar_info": max,
@@ -42,20 +45,13 @@ def merge(processes: Iterable[Iterable[Metric]]) -> list[Metric]:
     for metrics in processes:
         for metric in metrics:
             merged.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
-            rule = _RULES.get(metric.name, _add)
+            rule: _Rule = _RULES.get(metric.name, add)
             own = values.setdefault(metric.name, {})
             for sample in metric.samples:
                 key = sample.name, tuple(sample.labels.items())
                 own[key] = rule(own[key], sample.value) if key in own else sample.value
     for name, metric in merged.items():
-        metric.samples = [Sample(*_named(key), value) for key, value in values[name].items()]
+        metric.samples = [
+            Sample(series, dict(labels), value) for (series, labels), value in values[name].items()
+        ]
     return list(merged.values())
-
-
-def _add(one: float, other: float) -> float:
-    return one + other
-
-
-def _named(key: tuple[str, tuple[tuple[str, str], ...]]) -> tuple[str, dict[str, str]]:
-    name, labels = key
-    return name, dict(labels)

@@ -87,10 +87,10 @@ class Fault:
 
     @classmethod
     def of(cls, error: BaseException) -> Fault:
-        is_device = isinstance(error, DeviceError)
-        cause = error.__cause__ if is_device and error.__cause__ is not None else error
+        device = error.device if isinstance(error, DeviceError) else None
+        cause = error if device is None else error.__cause__ or error
         return cls(
-            device=error.device if isinstance(error, DeviceError) else None,
+            device=device,
             is_model_error=isinstance(error, ModelError),
             message=str(cause) or repr(cause),
             trace="".join(traceback.format_exception(cause)),

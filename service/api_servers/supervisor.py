@@ -7,7 +7,6 @@ exit code is 1.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -54,6 +53,7 @@ from service.api_servers.messages import (
 from service.api_servers.reception import Reception
 from service.api_servers.scraping import Scraping
 from service.api_servers.tallies import tallies_memory
+from service.engine import keep_what_is_loaded, stuck
 from service.replicas import load_replicas
 from service.settings import Settings
 
@@ -172,8 +172,7 @@ class Supervisor:
             self._tell_all(Loaded(encoders, 0))
             self._fail()
             return
-        gc.collect()
-        gc.freeze()
+        keep_what_is_loaded()
         num_bytes = max(self._batch_bytes(encoder) for encoder in encoders.values())
         try:
             for member in self._members:
@@ -311,8 +310,7 @@ class Supervisor:
             await asyncio.sleep(min(1.0, timeout_s / 4))
             for device, dispatcher in self._dispatchers.items():
                 if dispatcher.is_stuck(timeout_s):
-                    cause = TimeoutError(f"it has work and finished nothing for {timeout_s:g} s")
-                    self._lose(device, DeviceError(device, cause))
+                    self._lose(device, stuck(device, timeout_s))
             for member in self._members:
                 if member.is_up and member.is_running:
                     self._ping(member, timeout_s)
