@@ -191,8 +191,8 @@ class Engine:
     def _lose_device(self, error: DeviceError) -> None:
         """One lost device ends the process, once the others have finished what was admitted."""
         self._metrics.set_device_up(error.device, False)
-        if self._fail():
-            logger.critical("%s", error)
+        self._fail()
+        logger.critical("%s", error)
 
     async def watch(self, timeout_s: float) -> None:
         """Gives devices up that have work and finish nothing for so long. Runs until it is cancelled."""
