@@ -75,7 +75,7 @@ def serve(argv: Sequence[str]) -> int:
 
     allow_many_files()
     num_servers = supervisor.count_servers(settings)
-    if num_servers > 1:
+    if num_servers:
         return supervisor.supervise(settings, listener, num_servers)
     return server.run(settings, listener)
 

@@ -19,6 +19,17 @@ def load_replicas(settings: Settings) -> ReplicaGroup:
     """
     devices = replica_devices(settings.device, settings.data_parallel_size)
     use_cores_for_requests(devices.values())
+    return ReplicaGroup([_replica(settings, name, device) for name, device in devices.items()])
+
+
+def load_replica(settings: Settings, name: str) -> Replica:
+    """The replica of that name alone. Raises `ModelError` as `load_replicas` does."""
+    device = replica_devices(settings.device, settings.data_parallel_size)[name]
+    use_cores_for_requests([device])
+    return _replica(settings, name, device)
+
+
+def _replica(settings: Settings, name: str, device: torch.device) -> Replica:
     load = partial(
         VisionEncoder.from_pretrained,
         settings.model,
@@ -27,13 +38,10 @@ def load_replicas(settings: Settings) -> ReplicaGroup:
         attn_backend=settings.mm_encoder_attn_backend,
         min_pixels=settings.min_pixels,
         max_pixels=settings.max_pixels,
+        device=device,
+        cuda_graphs=graph_settings(settings, device),
     )
-    return ReplicaGroup(
-        [
-            Replica(name, partial(load, device=device, cuda_graphs=graph_settings(settings, device)))
-            for name, device in devices.items()
-        ]
-    )
+    return Replica(name, load)
 
 
 def use_cores_for_requests(devices: Iterable[torch.device]) -> None:

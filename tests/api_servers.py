@@ -1,18 +1,30 @@
-"""A device with its dispatcher, and queues of several API servers in front of it, all in one process."""
+"""A device with its dispatcher, and queues of several API servers in front of it, all in one process.
+
+And the process of a device, as a thread of the test's.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import os
 import select
+import signal
+import socket
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
+import uvloop
 
-from models import BatchResult, BatchStats, DeviceError, EncodeItem, Replica
+from models import BatchResult, BatchStats, DeviceError, EncodeItem, Replica, ReplicaGroup
+from service.api_servers.device import Device
 from service.api_servers.dispatcher import Dispatcher, ServerLines
+from service.api_servers.line import Line
 from service.api_servers.link import Link
 from service.api_servers.memory import SharedMemory
 from service.api_servers.messages import EncoderFacts
@@ -35,6 +47,56 @@ class CopyingEncoder(FakeEncoder):
 
 def copy_of(item: EncodeItem) -> EncodeItem:
     return replace(item, patches=replace(item.patches, pixels=item.patches.pixels.clone()))
+
+
+class ThreadAsProcess:
+    """Runs the device of a process, with a replica of the test's."""
+
+    pid = 0
+
+    def __init__(self, line: Link, group: ReplicaGroup) -> None:
+        self._line = Link.of_file(os.dup(line.fileno()))  # the supervisor closes its own
+        self._replicas = {replica.name: replica for replica in group.replicas}
+        self._ended = threading.Event()
+        self._code = 0
+        self._closed = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread.start()
+
+    def wait(self) -> int:
+        self._ended.wait()
+        return self._code
+
+    def kill(self) -> None:
+        self._code = -signal.SIGKILL
+        self._end()
+
+    def close(self) -> None:
+        """Once the replicas are closed, whose threads may have something to tell until then."""
+        self._loop.call_soon_threadsafe(self._closed.set)
+        self._thread.join()
+
+    def _run(self) -> None:
+        setup, files = self._line.receive()
+        line = Line(self._line, on_gone=self._end)
+        device = Device(setup, files, line, lambda settings, name: self._replicas[name])
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve(device))
+
+    async def _serve(self, device: Device) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._running = asyncio.ensure_future(device.run())
+        with suppress(asyncio.CancelledError):
+            await self._running
+        for client in device._clients:  # as the end of the process would; the replica's thread still has them
+            for link in (client.batches, client.results):
+                link.socket.shutdown(socket.SHUT_RDWR)
+        self._line.close()
+        self._ended.set()
+        await self._closed.wait()
+
+    def _end(self) -> None:
+        self._loop.call_soon_threadsafe(self._running.cancel)
 
 
 class ApiServer:
@@ -83,6 +145,20 @@ class Batch:
         self.future.set_result(BatchResult(found, (stats,), 1.0, 2.0))
 
 
+class FakeIdleness:
+    """One device's, and as many others as the test says."""
+
+    def __init__(self) -> None:
+        self.is_idle = False
+        self.num_others = 0
+
+    def set(self, is_idle: bool) -> None:
+        self.is_idle = is_idle
+
+    def count_others(self) -> int:
+        return self.num_others
+
+
 class Company:
     """API servers and the device that they share."""
 
@@ -106,10 +182,8 @@ class Company:
             self.servers.append(ApiServer(callers, replica, memory, limits))
         self.clients += strangers
         self.lost: list[DeviceError] = []
-        self.dispatcher = Dispatcher(
-            self.clients, on_lost=self.lost.append, count_idle_others=lambda: self.num_idle_others
-        )
-        self.num_idle_others = 0
+        self.idleness = FakeIdleness()
+        self.dispatcher = Dispatcher(self.clients, on_lost=self.lost.append, idleness=self.idleness)
         self.threads = ThreadPoolExecutor(1)
         self._replica: Replica | None = None
 

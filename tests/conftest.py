@@ -139,14 +139,16 @@ class FakeEncoder:
         )
 
 
-def fake_replicas(*encoders: FakeEncoder, load: Callable[[], object] = lambda: None) -> ReplicaGroup:
+def fake_replicas(
+    *encoders: FakeEncoder, load: Callable[[], object] = lambda: None, name: str = "fake"
+) -> ReplicaGroup:
     """Replicas of those encoders; `load` runs in each one's thread before it is loaded."""
 
     def load_fake(encoder: FakeEncoder) -> Any:
         load()
         return encoder
 
-    names = ["fake"] if len(encoders) == 1 else [f"fake:{index}" for index in range(len(encoders))]
+    names = [name] if len(encoders) == 1 else [f"{name}:{index}" for index in range(len(encoders))]
     return ReplicaGroup(
         [Replica(name, partial(load_fake, encoder)) for name, encoder in zip(names, encoders, strict=True)]
     )

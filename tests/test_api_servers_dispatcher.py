@@ -101,7 +101,7 @@ def test_what_each_gets_is_its_own_under_load(make: Make) -> None:
         sent.append((server, images, server.put(*images)))
     for server, images, ticket in sent:
         assert [embedding[0].item() for embedding in server.outcome(ticket)] == [value_of(i) for i in images]
-    eventually(lambda: company.dispatcher.is_idle)
+    eventually(lambda: company.idleness.is_idle)
     assert all(server.batcher.is_idle for server in company.servers)
 
 
@@ -281,7 +281,7 @@ def test_a_result_that_nobody_waits_for_any_more_is_dropped(make: Make) -> None:
     gone.replica.close()
     before = open_files()
     batch.finish()
-    assert company.dispatcher.is_idle
+    assert company.idleness.is_idle
     assert (company.lost, open_files()) == ([], before)
     ticket = staying.put(item(1, 2))
     company.take().finish()
@@ -336,7 +336,7 @@ def test_a_batch_that_comes_late_is_the_next_one(make: Make) -> None:
 @pytest.mark.parametrize("num_idle_others", [0, 1])
 def test_work_is_shared_with_devices_that_have_nothing_to_do(make: Make, num_idle_others: int) -> None:
     company = make(num_servers=1, max_batch_tokens=100)
-    company.num_idle_others = num_idle_others
+    company.idleness.num_others = num_idle_others
     company.servers[0].put(*[item(1, value) for value in range(4)])
     assert len(company.take().values) == 4 // (1 + num_idle_others)
 
@@ -346,12 +346,12 @@ def test_a_busy_device_leaves_what_waits_to_one_that_has_nothing_to_do(make: Mak
     [server] = company.servers
     server.put(item(1, 1))
     running = company.take()
-    company.num_idle_others = 1
+    company.idleness.num_others = 1
     server.put(item(1, 2))
     taking = company.threads.submit(company.dispatcher.take)
     with pytest.raises(TimeoutError):
         taking.result(0.1)
-    company.num_idle_others = 0  # it is busy, too
+    company.idleness.num_others = 0  # it is busy, too
     taken = taking.result(10)
     assert taken is not None
     assert [value_of(image) for image in taken[0]] == [2]
@@ -457,7 +457,7 @@ def test_a_device_is_stuck_once_it_has_work_and_finishes_none(make: Make) -> Non
     company = make(num_servers=1, max_batch_tokens=1)
     [server] = company.servers
     dispatcher = company.dispatcher
-    assert dispatcher.is_idle
+    assert company.idleness.is_idle
     assert not dispatcher.is_stuck(0.0)
     server.put(item(1, 1), item(1, 2))
     first, second = company.take(), company.take()
@@ -466,11 +466,11 @@ def test_a_device_is_stuck_once_it_has_work_and_finishes_none(make: Make) -> Non
     assert not dispatcher.is_stuck(60.0)
     first.finish()
     assert not dispatcher.is_stuck(0.05)  # it got on
-    assert not dispatcher.is_idle
+    assert not company.idleness.is_idle
     time.sleep(0.1)
     assert dispatcher.is_stuck(0.05)
     second.finish()
-    assert dispatcher.is_idle
+    assert company.idleness.is_idle
     time.sleep(0.1)
     assert not dispatcher.is_stuck(0.05)
     server.put(item(1, 3))

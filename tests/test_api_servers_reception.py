@@ -10,7 +10,7 @@ import pytest
 
 from service.__main__ import listen
 from service.api_servers.link import Link
-from service.api_servers.members import Member
+from service.api_servers.members import ServerMember
 from service.api_servers.reception import Reception
 
 
@@ -59,7 +59,7 @@ def run() -> Iterator[Run]:
 
 
 def receive(listener: socket.socket, members: Sequence[FakeMember]) -> Reception:
-    return Reception(listener, cast(Sequence[Member], members))
+    return Reception(listener, cast(Sequence[ServerMember], members))
 
 
 def test_connections_are_handed_out_in_turn(run: Run) -> None:
@@ -118,7 +118,14 @@ def test_a_connection_that_comes_back_is_handed_to_another(run: Run) -> None:
 
 def test_one_that_is_full_or_leaves_is_handed_no_connection() -> None:
     (line, their_line), (connections, theirs) = Link.pair(), Link.pair()
-    member = Member(0, cast(Any, None), line, connections, {})
+    member = ServerMember(
+        name="API server 0",
+        process=cast(Any, None),
+        line=line,
+        index=0,
+        connections=connections,
+        device_ends={},
+    )
     with socket.socket() as connection:
         assert member.hand_over(connection)
         member.is_full = True

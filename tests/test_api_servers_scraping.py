@@ -20,6 +20,7 @@ class FakeMember:
         Counter("things", "Things.", registry=registry).inc(count)
         Gauge("waiting", "What waits.", registry=registry).set(count)
         self.metrics = list(registry.collect())
+        self.is_up = True
         self.is_running = True
         self.told: list[object] = []
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -18,90 +15,56 @@ import torch
 import uvloop
 
 from models import EncodeItem, ModelError, ReplicaGroup
-from service.__main__ import address, listen
+from service.__main__ import listen
+from service.api_servers.link import Link
+from service.api_servers.members import Process, spawn
 from service.api_servers.supervisor import Supervisor, count_servers
-from service.replicas import load_replicas
 from service.settings import Settings
-from tests.api_servers import CopyingEncoder
-from tests.conftest import fake_replicas, only
-from tests.serving import HeldUpload, embeddings_of, eventually, request_of
+from tests.api_servers import CopyingEncoder, ThreadAsProcess
+from tests.conftest import FakeEncoder, fake_replicas, only
+from tests.serving import HeldUpload, embeddings_of, eventually
+from tests.supervising import Supervised
 from tests.test_faults_process import FAULT, Load, known_images
-from tests.traffic import Answer, NoAnswer, Scrape, call
+from tests.traffic import Answer, NoAnswer
 
 # The lines to API servers that are gone are left to the end of the process, as there is none after it.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 
 
-class Company:
-    """A supervisor with its API servers. It runs in the main thread, which signals go to."""
-
-    def __init__(self, settings: Settings, group: ReplicaGroup, num_servers: int) -> None:
-        listener = listen("127.0.0.1", 0)
-        self.url = address(listener)
-        self.port: int = listener.getsockname()[1]
-        self._group = group
-        self._supervisor = Supervisor(settings, listener, num_servers, lambda settings: group)
-        self._threads = ThreadPoolExecutor(16)
-
-    @property
-    def processes(self) -> list[int]:
-        return [member.process.pid for member in self._supervisor._members]
-
-    def run(self, scenario: Callable[[], None]) -> int:
-        """Runs to the end, and the scenario meanwhile in another thread. Returns the exit code."""
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(self._run(scenario))
-
-    async def _run(self, scenario: Callable[[], None]) -> int:
-        serving = asyncio.create_task(self._supervisor.run())
-        try:
-            await asyncio.to_thread(scenario)
-        except BaseException:
-            for process in self.processes:
-                os.kill(process, signal.SIGKILL)
-            raise
-        finally:
-            code = await serving
-        return code
-
-    def signal(self, number: int) -> None:
-        os.kill(os.getpid(), number)
-
-    def wait_until_ready(self) -> None:
-        eventually(lambda: httpx.get(f"{self.url}/readyz", timeout=60).status_code == 200, timeout_s=60)
-
-    @property
-    def exit_codes(self) -> list[int | None]:
-        return [member.process.returncode for member in self._supervisor._members]
-
-    def call_later(self, *levels: int) -> Future[Answer]:
-        return self._threads.submit(lambda: asyncio.run(call(self.port, request_of(*levels))))
-
-    def scrape(self) -> Scrape:
-        return Scrape(httpx.get(f"{self.url}/metrics").raise_for_status().text)
-
-    def close(self) -> None:
-        self._group.close()
-        self._threads.shutdown()
-        gc.unfreeze()
-        for thing in gc.get_objects():  # here the process goes on
-            if type(thing) is socket.socket and thing.type == socket.SOCK_SEQPACKET:
-                thing.close()
-
-
-Start = Callable[..., Company]
+Start = Callable[..., Supervised]
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    running: list[Company] = []
+    running: list[Supervised] = []
+    groups: list[ReplicaGroup] = []
+    devices: list[ThreadAsProcess] = []
 
-    def start_company(group: ReplicaGroup, num_servers: int = 2, **changes: object) -> Company:
-        settings = only(Settings(decode_threads=2, shutdown_grace_s=35), **changes)
-        running.append(Company(settings, group, num_servers))
+    def start_company(
+        *encoders: FakeEncoder,
+        num_servers: int = 2,
+        load: Callable[[], object] = lambda: None,
+        **changes: object,
+    ) -> Supervised:
+        """Without encoders the devices are processes, too, with the demo model."""
+        changes = {"data_parallel_size": len(encoders) or 1, **changes}
+        settings = only(Settings(device="cpu", decode_threads=2, shutdown_grace_s=35), **changes)
+        if encoders:
+            group = fake_replicas(*encoders, load=load, name="cpu")
+            groups.append(group)
+
+            def spawn_device(module: str, line: Link) -> Process:
+                devices.append(ThreadAsProcess(line, group))
+                return devices[-1]
+
+        running.append(Supervised(settings, num_servers, spawn_device if encoders else spawn))
         return running[-1]
 
     yield start_company
+    for group in groups:
+        group.close()
+    for device in devices:
+        device.close()
     for company in running:
         company.close()
 
@@ -109,7 +72,7 @@ def start() -> Iterator[Start]:
 def test_under_load_a_signal_disturbs_no_one_whose_request_was_taken(
     start: Start, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    company = start(load_replicas(Settings(device="cpu", data_parallel_size=2)))
+    company = start(data_parallel_size=2)  # processes, too
     load = Load(company, known_images(), 0.0)
 
     def scenario() -> None:
@@ -132,7 +95,7 @@ def test_an_api_server_that_is_killed_ends_the_server_once_the_others_have_answe
     def hold(items: Sequence[EncodeItem]) -> None:
         gate.wait(60)
 
-    company = start(fake_replicas(CopyingEncoder(hold)))
+    company = start(CopyingEncoder(hold))
     outcomes: list[Answer | BaseException] = []
 
     def scenario() -> None:
@@ -163,7 +126,7 @@ def test_an_api_server_that_is_killed_ends_the_server_once_the_others_have_answe
 
 
 def test_what_an_api_server_counted_stays_counted_while_others_drain(start: Start) -> None:
-    company = start(fake_replicas(CopyingEncoder()))
+    company = start(CopyingEncoder())
 
     def scenario() -> None:
         company.wait_until_ready()
@@ -185,7 +148,7 @@ def test_what_an_api_server_counted_stays_counted_while_others_drain(start: Star
 def test_an_api_server_that_does_not_answer_any_more_is_the_end(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    company = start(fake_replicas(CopyingEncoder()), device_timeout_s=1.0)
+    company = start(CopyingEncoder(), device_timeout_s=1.0)
 
     def scenario() -> None:
         company.wait_until_ready()
@@ -208,7 +171,7 @@ def test_a_device_that_fails_under_load_is_told_to_all_api_servers_and_ends_the_
             raise torch.AcceleratorError("illegal memory access")
 
     bad = 30  # the image of one API server; the other one has to be told
-    company = start(fake_replicas(CopyingEncoder(fail_on_one)), max_batch_tokens=16)
+    company = start(CopyingEncoder(fail_on_one), max_batch_tokens=16)
     answers: list[Answer] = []
 
     def scenario() -> None:
@@ -232,46 +195,145 @@ def test_a_device_that_fails_under_load_is_told_to_all_api_servers_and_ends_the_
     assert {answer.status for answer in answers} == {200, 503}
     log = capfd.readouterr().err
     [said] = [line for line in log.splitlines() if "CRITICAL" in line]
-    assert "service.engine: device fake is lost: illegal memory access" in said
+    assert "service.engine: device cpu is lost: illegal memory access" in said
     assert not [record for record in caplog.records if record.levelname == "CRITICAL"]
+
+
+def test_the_end_of_a_devices_process_fails_its_requests_and_disturbs_no_others(
+    start: Start,
+    gate: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    taken: list[list[int]] = [[], []]
+
+    def hold(index: int) -> Callable[[Sequence[EncodeItem]], None]:
+        def take(items: Sequence[EncodeItem]) -> None:
+            taken[index] += [int(item.patches.pixels[0, 0]) for item in items]
+            gate.wait(60)
+
+        return take
+
+    company = start(*(CopyingEncoder(hold(index)) for index in range(2)), num_servers=1, max_batch_tokens=1)
+    answers: list[Answer] = []
+
+    def scenario() -> None:
+        company.wait_until_ready()
+        upload = HeldUpload(company.port)  # which keeps the server from ending
+        calls = [company.call_later(level) for level in range(8)]
+        eventually(lambda: all(taken) and company.scrape().total("requests_in_flight") == 10)
+        company.kill_device("cpu:1")
+        eventually(lambda: httpx.get(f"{company.url}/healthz").status_code == 503)
+        assert company.scrape().total("device_up") == 1
+        gate.set()
+        answers.extend(future.result(30) for future in calls)
+        assert company.scrape().total("queue_images") == 0
+        upload.leave()
+
+    assert company.run(scenario) == 1
+    lost = [level for level, answer in enumerate(answers) if answer.status == 503]
+    assert lost
+    assert set(taken[1]) <= {*lost} <= {*taken[1]} | {*range(8)} - {*taken[0]}
+    for level in {*range(8)} - {*lost}:
+        assert (answers[level].status, answers[level].embeddings) == (200, embeddings_of(level))
+    assert {answers[level].code for level in lost} == {"device_failed"}
+    log = capfd.readouterr().err
+    [said] = [line for line in log.splitlines() if "CRITICAL" in line]
+    assert "service.engine: device cpu:1 is lost: " in said
+    assert "Traceback" not in log
+    [record] = [record for record in caplog.records if record.levelname == "CRITICAL"]
+    assert record.getMessage() == "the process of cpu:1 ended with -9; the server must be restarted"
+
+
+def test_a_devices_process_that_ends_while_it_loads_is_one_line(
+    start: Start, gate: threading.Event, capfd: pytest.CaptureFixture[str]
+) -> None:
+    company = start(CopyingEncoder(), num_servers=1, load=lambda: gate.wait(60), log_level="error")
+
+    def scenario() -> None:
+        eventually(lambda: httpx.get(f"{company.url}/healthz", timeout=30).status_code == 200)
+        company.kill_device("cpu")
+
+    assert company.run(scenario) == 1
+    gate.set()
+    [line] = capfd.readouterr().err.splitlines()
+    message = "cannot load model demo: the process of cpu ended with -9"
+    assert line.endswith(f"ERROR service.engine: {message}")
+
+
+def test_a_devices_process_that_does_not_answer_any_more_is_the_loss_of_the_device(
+    start: Start, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    company = start(num_servers=1, device_timeout_s=1.0)
+
+    def scenario() -> None:
+        company.wait_until_ready()
+        os.kill(company.device_processes[0], signal.SIGSTOP)
+
+    assert company.run(scenario) == 1
+    said = [record.getMessage() for record in caplog.records if record.levelname == "CRITICAL"]
+    assert said == [
+        "the process of cpu has not answered for 1 s",
+        "the process of cpu ended with -9; the server must be restarted",
+    ]
+    assert "device cpu is lost: " in capfd.readouterr().err
+    assert company.exit_codes == [1]
 
 
 def test_a_model_that_cannot_be_loaded_is_one_line(
     start: Start, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    def load() -> None:
+    def fail() -> None:
         raise ModelError("there are no weights")
 
-    company = start(fake_replicas(CopyingEncoder(), load=load), 1, log_level="error")
+    company = start(CopyingEncoder(), num_servers=1, load=fail, log_level="error")
     assert company.run(lambda: None) == 1
     [line] = capfd.readouterr().err.splitlines()
     assert line.endswith("ERROR service.engine: cannot load model demo: there are no weights")
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
 
-def test_replicas_that_cannot_be_had_are_one_line(
+def test_devices_that_cannot_be_had_are_one_line(
     settings: Settings, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(settings: Settings) -> ReplicaGroup:
-        raise ModelError("there is no such device")
-
     with listen("127.0.0.1", 0) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        assert runner.run(Supervisor(settings, listener, 2, fail).run()) == 1
+        assert runner.run(Supervisor(only(settings, device="cuda:99"), listener, 2).run()) == 1
     [record] = caplog.records
-    assert record.getMessage() == "cannot load model demo: there is no such device"
+    assert record.getMessage().startswith("cannot load model demo: device 'cuda:99' is not here")
 
 
 @pytest.mark.parametrize(
     ("changes", "num_servers"),
     [
-        ({"api_server_count": 1}, 1),
+        ({"api_server_count": 1}, 0),
         ({"api_server_count": 3}, 3),
-        ({"decode_threads": 64}, 1),
-        ({"decode_threads": 64, "data_parallel_size": 2}, 1),
-        ({"device": "cuda:99", "decode_threads": 64}, 1),
+        ({"decode_threads": 64}, 0),
+        ({"decode_threads": 64, "data_parallel_size": 2}, 0),
+        ({"device": "cuda:99", "decode_threads": 64}, 0),
     ],
 )
 def test_on_a_cpu_there_is_one_process_unless_more_are_asked_for(
     settings: Settings, changes: dict[str, object], num_servers: int
 ) -> None:
     assert count_servers(only(settings, **{"device": "cpu", **changes})) == num_servers
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "changes", "num_servers"),
+    [
+        (1, {"decode_threads": 16}, 4),
+        (1, {"decode_threads": 64}, 4),
+        (2, {"decode_threads": 64}, 8),
+        (2, {"decode_threads": 20}, 5),
+        (1, {"decode_threads": 7}, 0),
+        (2, {"decode_threads": 7}, 1),
+        (1, {"decode_threads": 64, "api_server_count": 1}, 0),
+        (2, {"decode_threads": 64, "api_server_count": 1}, 1),
+        (2, {"decode_threads": 64, "api_server_count": 3}, 3),
+    ],
+)
+def test_gpus_have_api_servers_as_threads_allow_and_never_share_a_process(
+    settings: Settings, num_gpus: int, changes: dict[str, object], num_servers: int
+) -> None:
+    devices = {f"cuda:{index}": torch.device("cuda", index) for index in range(num_gpus)}
+    assert count_servers(only(settings, **changes), lambda device, number: devices) == num_servers

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from service.admission import ByteBudget
-from service.api_servers.tallies import SharedTally, shared_tallies, tallies_memory
+from service.api_servers.memory import SharedMemory
+from service.api_servers.tallies import SharedIdleness, SharedTally, shared_tallies, tallies_memory
 from service.batcher import Batcher
 from service.errors import TooManyRequests
 from service.queued import QueueLimits
@@ -104,3 +105,18 @@ def test_tokens_of_all_processes_count_against_the_limit(
     ours.check_room()
     ours.leave(second)
     assert processes[2][0].total == 0
+
+
+def test_devices_see_how_many_others_are_idle_until_one_takes_no_work_any_more() -> None:
+    memory = SharedMemory.create(3)
+    devices = [SharedIdleness(memory, index) for index in range(3)]
+    memory.close_file()
+    assert [device.count_others() for device in devices] == [0, 0, 0]
+    for device in devices[:2]:
+        device.set(True)
+    assert [device.count_others() for device in devices] == [1, 1, 2]
+    devices[0].set(False)
+    assert [device.count_others() for device in devices] == [1, 0, 1]
+    devices[1].retire()
+    devices[1].set(True)
+    assert [device.count_others() for device in devices] == [0, 0, 0]

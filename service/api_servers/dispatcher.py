@@ -18,6 +18,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -52,11 +53,18 @@ class ServerLines:
     memory: SharedMemory | None = None  # for the patches of a batch; there once the model is loaded
 
 
+class Idleness(Protocol):
+    """Tells other devices that this one has nothing to do, and knows of how many others that holds."""
+
+    def set(self, is_idle: bool) -> None: ...
+
+    def count_others(self) -> int: ...
+
+
 class Dispatcher:
     """`take` is called in the thread that launches; results go out in the one that waits for the device.
 
-    `on_lost` is told of a fault of the device, and `count_idle_others` says how many other devices have
-    nothing to do.
+    `on_lost` is told of a fault of the device.
     """
 
     def __init__(
@@ -64,10 +72,10 @@ class Dispatcher:
         clients: Sequence[ServerLines],
         *,
         on_lost: Callable[[DeviceError], None],
-        count_idle_others: Callable[[], int] = lambda: 0,
+        idleness: Idleness,
     ) -> None:
         self._on_lost = on_lost
-        self._count_idle_others = count_idle_others
+        self._idleness = idleness
         self._wanting: deque[ServerLines] = deque()
         self._granted: dict[ServerLines, float] = {}  # since when it is to send its batch
         self._taken: deque[tuple[ServerLines, Batch]] = deque()  # batches that are there
@@ -77,6 +85,7 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._running: set[Future[BatchResult]] = set()
         self._got_on_at = 0.0
+        idleness.set(True)
 
     def take(self) -> tuple[Sequence[EncodeItem], Future[BatchResult]] | None:
         """The next batch; waits for one. None once no API server is left.
@@ -93,6 +102,7 @@ class Dispatcher:
             if not self._running:
                 self._got_on_at = time.perf_counter()
             self._running.add(future)
+            self._idleness.set(False)
         future.add_done_callback(partial(self._finished, client, batch.number))
         return _items(client, batch), future
 
@@ -100,11 +110,6 @@ class Dispatcher:
         """Whether the device has had work for so long and finished none of it."""
         with self._lock:
             return bool(self._running) and self._got_on_at < time.perf_counter() - timeout_s
-
-    @property
-    def is_idle(self) -> bool:
-        """Nothing runs."""
-        return not self._running
 
     def _grant(self) -> float | None:
         """Grants the place to who has waited longest. Returns for how many seconds others have to wait.
@@ -115,7 +120,7 @@ class Dispatcher:
         """
         if not self._wanting:
             return None
-        if self._running and self._count_idle_others():
+        if self._running and self._idleness.count_others():
             return _IDLE_PATIENCE_S  # others shall have what waits; if they do not come for it, it is ours
         now = time.perf_counter()
         patience_s = _PATIENCE_S if self._running else _IDLE_PATIENCE_S
@@ -125,7 +130,7 @@ class Dispatcher:
         client = self._wanting.popleft()
         self._granted[client] = now
         with suppress(ConnectionError):  # it is gone, which the next look finds out
-            client.batches.send(Granted(self._count_idle_others()))
+            client.batches.send(Granted(self._idleness.count_others()))
         return patience_s if self._wanting else None
 
     def _listen(self, seconds: float | None) -> None:
@@ -153,6 +158,7 @@ class Dispatcher:
     def _finished(self, client: ServerLines, number: int, future: Future[BatchResult]) -> None:
         with self._lock:
             self._running.discard(future)
+            self._idleness.set(not self._running)
             self._got_on_at = time.perf_counter()
         error = future.exception()
         try:

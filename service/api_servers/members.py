@@ -1,66 +1,116 @@
-"""The API servers as the supervisor sees them: processes with a line to each."""
+"""The other processes as the supervisor sees them, with a line to each."""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from service.api_servers.dispatcher import ServerLines
 from service.api_servers.link import Link
 from service.api_servers.memory import SharedMemory
-from service.api_servers.messages import STOP_SIGNALS, Setup
+from service.api_servers.messages import STOP_SIGNALS, DeviceLoaded, DeviceSetup, Setup
 
-_COMMAND = "import sys; sys.path[:] = {path!r}; from service.api_servers.member import main; main({file})"
+_COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import main; main({file})"
 _RESPONSIVE_S = 2.0
 _CONNECTIONS_BYTES = 2**12  # about ten
 
 
-@dataclass(eq=False)
-class Member:
-    """One API server."""
+class Process(Protocol):
+    """What was started."""
 
-    index: int
-    process: subprocess.Popen[bytes]
+    @property
+    def pid(self) -> int: ...
+
+    def wait(self) -> int:
+        """Waits for its end. Returns the exit code; for a signal, the negative number."""
+
+    def kill(self) -> None: ...
+
+
+# Starts `main` of a module in a process that has the end of a line. Raises `OSError`.
+Spawn = Callable[[str, Link], Process]
+
+
+def spawn(module: str, line: Link) -> subprocess.Popen[bytes]:
+    """With signals held back, as one to all processes of a group may come before it has its handlers."""
+    command = _COMMAND.format(path=sys.path, module=module, file=line.fileno())
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", command], stdin=subprocess.DEVNULL, pass_fds=[line.fileno()]
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@dataclass(eq=False, kw_only=True)
+class Member:
+    """One process."""
+
+    name: str  # for the log
+    process: Process
     line: Link
-    connections: Link
-    clients: Mapping[str, ServerLines]  # its lines to the devices, by their names
     is_up: bool = False
-    takes_connections: bool = True
-    is_full: bool = False
     is_running: bool = True
     pinged_at: float | None = None  # while it has not answered
-
-    @classmethod
-    def start(cls, setup: Setup, tallies: SharedMemory) -> Member:
-        """Starts the process. Raises `OSError`."""
-        line, their_line = Link.pair()
-        connections, their_connections = Link.pair()
-        # Room for few at a time: those on their way cannot be had by another one.
-        connections.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _CONNECTIONS_BYTES)
-        clients = {}
-        ends = [their_connections]
-        files = [their_connections.fileno(), tallies.file]
-        for device in setup.devices:
-            (batches, their_batches), (results, their_results) = Link.pair(), Link.pair()
-            clients[device] = ServerLines(batches, results)
-            ends += [their_batches, their_results]
-            files += [their_batches.fileno(), their_results.fileno()]
-        process = _spawn(their_line)
-        line.send(setup, files)
-        for end in (*ends, their_line):
-            end.socket.close()
-        for link in (line, connections):
-            link.socket.setblocking(False)
-        return cls(setup.index, process, line, connections, clients)
 
     def tell(self, message: object, files: Sequence[int] = ()) -> None:
         """Raises `OSError` where it does not listen."""
         self.line.send(message, files)
+
+    @property
+    def silent_s(self) -> float:
+        """For how long it has not answered."""
+        return 0.0 if self.pinged_at is None else time.monotonic() - self.pinged_at
+
+    @property
+    def is_responsive(self) -> bool:
+        """Whether it answers at once, as far as that is known."""
+        return self.silent_s < _RESPONSIVE_S
+
+
+@dataclass(eq=False, kw_only=True)
+class ServerMember(Member):
+    """An API server."""
+
+    index: int
+    connections: Link
+    device_ends: dict[str, tuple[Link, Link]]  # of its lines to each device, for batches and for results
+    takes_connections: bool = True
+    is_full: bool = False
+
+    @classmethod
+    def start(cls, setup: Setup, tallies: SharedMemory) -> ServerMember:
+        """Starts the process. Raises `OSError`."""
+        connections, their_connections = Link.pair()
+        # Room for few at a time: those on their way cannot be had by another one.
+        connections.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _CONNECTIONS_BYTES)
+        device_ends = {}
+        ends = [their_connections]
+        files = [their_connections.fileno(), tallies.file]
+        for device in setup.devices:
+            (batches, their_batches), (results, their_results) = Link.pair(), Link.pair()
+            device_ends[device] = batches, results
+            ends += [their_batches, their_results]
+            files += [their_batches.fileno(), their_results.fileno()]
+        process, line = _start(spawn, "service.api_servers.server", setup, files)
+        for end in ends:
+            end.socket.close()
+        connections.socket.setblocking(False)
+        return cls(
+            name=f"API server {setup.index}",
+            process=process,
+            line=line,
+            index=setup.index,
+            connections=connections,
+            device_ends=device_ends,
+        )
 
     def hand_over(self, connection: socket.socket) -> bool:
         """Gives it a connection; says whether it had room for one."""
@@ -78,24 +128,40 @@ class Member:
             self.takes_connections = False
             self.connections.close()
 
-    @property
-    def silent_s(self) -> float:
-        """For how long it has not answered."""
-        return 0.0 if self.pinged_at is None else time.monotonic() - self.pinged_at
 
-    @property
-    def is_responsive(self) -> bool:
-        """Whether it answers at once, as far as that is known."""
-        return self.silent_s < _RESPONSIVE_S
+@dataclass(eq=False, kw_only=True)
+class DeviceMember(Member):
+    """The process of a device."""
+
+    device: str
+    loaded: DeviceLoaded | None = None
+    memories: list[int] = field(default_factory=list)  # files, for the API servers in turn
+
+    @classmethod
+    def start(
+        cls, setup: DeviceSetup, idleness: SharedMemory, servers: Sequence[ServerMember], spawn: Spawn
+    ) -> DeviceMember:
+        """Starts the process, and gives it the ends of the API servers' lines. Raises `OSError`."""
+        ends = [end for server in servers for end in server.device_ends.pop(setup.device)]
+        try:
+            files = [idleness.file, *(end.fileno() for end in ends)]
+            process, line = _start(spawn, "service.api_servers.device", setup, files)
+        finally:
+            for end in ends:
+                end.socket.close()
+        return cls(name=f"the process of {setup.device}", process=process, line=line, device=setup.device)
+
+    def close_memories(self) -> None:
+        """Once the API servers have them."""
+        while self.memories:
+            os.close(self.memories.pop())
 
 
-def _spawn(line: Link) -> subprocess.Popen[bytes]:
-    """With signals held back, as one to all processes of a group may come before it has its handlers."""
-    command = _COMMAND.format(path=sys.path, file=line.fileno())
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        return subprocess.Popen(
-            [sys.executable, "-c", command], stdin=subprocess.DEVNULL, pass_fds=[line.fileno()]
-        )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _start(spawn: Spawn, module: str, setup: object, files: Sequence[int]) -> tuple[Process, Link]:
+    """The process that is set up, and our end of the line to it."""
+    line, their_line = Link.pair()
+    process = spawn(module, their_line)
+    their_line.socket.close()
+    line.send(setup, files)
+    line.socket.setblocking(False)
+    return process, line

@@ -119,7 +119,7 @@ class Failure:
     fault: Fault
 
 
-# About the server, between an API server and the supervisor
+# About the server, between the supervisor and the other processes
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,16 @@ class Setup:
     num_servers: int
     devices: tuple[str, ...]
     started_at: int  # seconds since 1970
+
+
+@dataclass(frozen=True)
+class DeviceSetup:
+    """To a device's process, first of all. Files: idleness; of each API server, batches and results."""
+
+    settings: Settings
+    device: str
+    index: int
+    num_devices: int
 
 
 @dataclass(frozen=True)
@@ -181,19 +191,26 @@ class Up:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """To an API server: every device has its model, or could not load it.
+class DeviceLoaded:
+    """From a device's process: it has its model, or could not load it.
 
-    Files: of each device in turn, memory for the patches of a batch.
+    Files: for each API server, memory for the patches of a batch.
     """
 
-    encoders: Mapping[str, EncoderFacts | Fault]
-    memory_bytes: int
+    encoder: EncoderFacts | Fault
+    memory_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """To an API server: what each device has said. Files: of each that has its model, the memory."""
+
+    devices: Mapping[str, DeviceLoaded]
 
 
 @dataclass(frozen=True)
 class Lost:
-    """To an API server: a device failed."""
+    """From a device's process, and to the API servers: a device failed."""
 
     device: str
     fault: Fault
@@ -228,21 +245,21 @@ class Farewell:
 
 @dataclass(frozen=True)
 class Ping:
-    """To an API server, whose event loop answers with `Pong`."""
+    """From the supervisor, to be answered on the event loop with `Pong`."""
 
 
 @dataclass(frozen=True)
 class Pong:
-    """From an API server."""
+    """To the supervisor."""
 
 
 @dataclass(frozen=True)
 class Scrape:
-    """From an API server that wants the metrics of all; to each of them, for its own."""
+    """From an API server that wants the metrics of all; to each process, for its own."""
 
 
 @dataclass(frozen=True)
 class Scraped:
-    """From an API server, its own; to one that asked, those of all. None: not all have answered."""
+    """From a process, its own; to an API server that asked, those of all. None: not all have answered."""
 
     metrics: Sequence[Metric] | None

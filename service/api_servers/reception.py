@@ -11,7 +11,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 
-from service.api_servers.members import Member
+from service.api_servers.members import ServerMember
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ _BEHIND_PAUSE_S = 0.002  # where one has only not taken yet what was handed to i
 class Reception:
     """Runs on the event loop that makes it."""
 
-    def __init__(self, listener: socket.socket, members: Sequence[Member]) -> None:
+    def __init__(self, listener: socket.socket, members: Sequence[ServerMember]) -> None:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._members = members

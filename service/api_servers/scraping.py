@@ -1,9 +1,9 @@
-"""Asks all API servers for their metrics, in rounds, and keeps the counts of those that have ended."""
+"""Asks all processes for their metrics, in rounds, and keeps the counts of API servers that have ended."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import Metric
@@ -30,7 +30,7 @@ class Scraping:
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Collection[Member],
         tell: Callable[[Member, object], None],
         own_metrics: Callable[[], Iterable[Metric]],
         round_s: float = _ROUND_S,
@@ -73,7 +73,9 @@ class Scraping:
 
     def _begin(self) -> None:
         running = {
-            member for member in self._members if member.is_running and member not in self._of_the_ended
+            member
+            for member in self._members
+            if member.is_up and member.is_running and member not in self._of_the_ended
         }
         self._round = _Round(self._askers, running)
         self._askers = set()

@@ -1,4 +1,4 @@
-"""Tallies of several processes, in memory that they share."""
+"""What processes always know of each other, through memory that they share: tallies, and who is idle."""
 
 from __future__ import annotations
 
@@ -33,6 +33,28 @@ class SharedTally:
     def total(self) -> int:
         """Of all processes."""
         return sum(self._numbers)
+
+
+class SharedIdleness:
+    """Whether one device has nothing to do, and how many others have. A byte for each, which it writes."""
+
+    def __init__(self, memory: SharedMemory, index: int) -> None:
+        self._idle = memory.buffer
+        self._index = index
+        self.is_retired = False
+
+    def set(self, is_idle: bool) -> None:
+        """Whether this one could take work now."""
+        self._idle[self._index] = is_idle and not self.is_retired
+
+    def retire(self) -> None:
+        """It takes no work any more."""
+        self.is_retired = True
+        self.set(False)
+
+    def count_others(self) -> int:
+        """Others that could."""
+        return sum(self._idle) - self._idle[self._index]
 
 
 def tallies_memory(num_processes: int) -> SharedMemory:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import multiprocessing
-import os
-import threading
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
-from multiprocessing.connection import Connection
 
 import httpx
 import pytest
 import torch
-from fastapi import FastAPI
-from prometheus_client import CollectorRegistry
 
 from models import (
     BatchStats,
@@ -28,14 +20,15 @@ from models import (
     VisionEncoder,
     replica_devices,
 )
-from models.readback import RunningBatch
 from models.weights import Checkpoint
-from service.app import create_app
-from service.engine import State
+from service.api_servers.members import spawn
 from service.settings import Settings
 from tests.checkpoints import relative_error
-from tests.conftest import Service, encode_image
+from tests.gpu.failing_device import BAD_LEVEL
 from tests.gpu.images import patches
+from tests.serving import HeldUpload, eventually
+from tests.supervising import Supervised
+from tests.traffic import Answer, Scrape
 
 pytestmark = [
     pytest.mark.gpu,
@@ -89,84 +82,38 @@ def _counts(stats: BatchStats) -> dict[str, int]:
     return {stats.device: stats.num_images}
 
 
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # as in test_api_servers_supervisor.py
 def test_a_gpu_that_fails_under_load_fails_alone() -> None:
-    """In a process of its own: what a lost device leaves behind cannot be cleaned up."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve_with_a_failing_gpu, args=(theirs,))
-    process.start()
-    assert ours.poll(120), "it hangs"
-    report = ours.recv()
-    process.join(30)
-    assert report["up"] == [1, 0], report
-    assert set(report["answers"]) == {"200", "device_failed"}, report
-    # Before the fault 100 were sent, of which 16 may have been under way, and all later ones are refused.
-    assert report["answers"]["200"] >= 84, report
-    assert report["worst error"] < 0.02
-    assert report["healthz"] == 503
-    assert report["queue"] == 0
+    settings = Settings(device="cuda", data_parallel_size=2, decode_threads=4)
+    server = Supervised(settings, 2, lambda module, line: spawn("tests.gpu.failing_device", line))
+    level = 100
+    answers: list[Answer] = []
+    found: list[Scrape] = []
 
+    def scenario() -> None:
+        server.wait_until_ready(timeout_s=120)
+        first = server.call_later(level).result(60)
+        # One for each API server, to keep it there.
+        uploads = [HeldUpload(server.port) for _ in range(2)]
+        eventually(lambda: server.scrape().total("requests_in_flight") == 3)
+        calls = [server.call_later(BAD_LEVEL if number == 100 else level) for number in range(400)]
+        answers.extend([first, *(call.result(60) for call in calls)])
+        assert [httpx.get(f"{server.url}/healthz").status_code for _ in range(4)] == [503] * 4
+        found.append(server.scrape())
+        for upload in uploads:
+            upload.leave()
 
-def serve_with_a_failing_gpu(pipe: Connection) -> None:
-    """400 requests to an app on two GPUs, one of which fails on the way. Sends what came of them."""
-    poisoned = threading.Event()
-
-    def load(device: torch.device) -> VisionEncoder:
-        encoder = VisionEncoder.from_pretrained("demo", device=device, cuda_graphs=CudaGraphSettings())
-        launch = encoder.launch
-
-        def launch_or_fail(items: Sequence[EncodeItem]) -> RunningBatch:
-            if device.index == 1 and poisoned.is_set():
-                with encoder.stream:  # an index behind the end: the device's own fault, for good
-                    torch.zeros(8, device=device)[torch.full((8,), 10**6, device=device)]
-            return launch(items)
-
-        encoder.launch = launch_or_fail  # type: ignore[method-assign]
-        return encoder
-
-    def start_replicas(settings: Settings) -> ReplicaGroup:
-        devices = replica_devices("cuda", 2)
-        return ReplicaGroup([Replica(name, partial(load, device)) for name, device in devices.items()])
-
-    registry = CollectorRegistry()
-    app = create_app(Settings(decode_threads=4), registry=registry, start_replicas=start_replicas)
-    service = Service(app, registry)
-    service.start()
-    deadline = time.monotonic() + 90
-    while service.engine.state is State.LOADING and time.monotonic() < deadline:
-        time.sleep(0.1)
-    pipe.send(service.runner.run(_call(app, service, poisoned)))
-    os._exit(0)
-
-
-async def _call(app: FastAPI, service: Service, poisoned: threading.Event) -> dict[str, object]:
-    answers: Counter[str] = Counter()
-    errors: list[float] = []
-    callers = asyncio.Semaphore(16)
-    image = encode_image(336, 336)
-    headers = {"content-type": "image/png"}
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://sidecar") as client:
-        first = await client.post("/embed", content=image, headers=headers)
-        expected = torch.tensor(first.json()["data"][0]["embedding"])
-
-        async def call(number: int) -> None:
-            async with callers:
-                if number == 100:
-                    poisoned.set()
-                answer = await client.post("/embed", content=image, headers=headers)
-            if answer.status_code == 200:
-                answers["200"] += 1
-                ours = torch.tensor(answer.json()["data"][0]["embedding"])
-                errors.append(relative_error(ours, expected))
-            else:
-                answers[answer.json()["error"]["code"]] += 1
-
-        await asyncio.gather(*map(call, range(400)))
-        health = await client.get("/healthz")
-    return {
-        "answers": dict(answers),
-        "worst error": max(errors),
-        "up": [service.metric("device_up", device=device) for device in ("cuda:0", "cuda:1")],
-        "healthz": health.status_code,
-        "queue": service.metric("queue_images"),
-    }
+    try:
+        assert server.run(scenario) == 1
+    finally:
+        server.close()
+    good = [answer.embeddings[0] for answer in answers if answer.status == 200]
+    assert {answer.code for answer in answers} == {None, "device_failed"}
+    assert answers[101].code == "device_failed", "the one that broke it"
+    # Before it 100 were sent, of which 15 may have been under way, and later ones are refused.
+    assert len(good) >= 85
+    assert all(relative_error(torch.tensor(ours), torch.tensor(good[0])) < 0.02 for ours in good)
+    [scrape] = found
+    assert sorted(scrape.total("device_up", f"cuda:{index}") for index in range(2)) == [0, 1]
+    assert scrape.total("images_total") == len(good)
+    assert scrape.total("queue_images") == 0

@@ -1,4 +1,4 @@
-"""One API server: the whole app, in a process of its own. Its connections and devices are the supervisor's.
+"""One API server: the whole app, in a process of its own. Connections and devices are those of others.
 
 Knows the orders of the supervisor; nothing of the other API servers.
 """
@@ -11,7 +11,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import FrameType
 from typing import NoReturn, cast
 
@@ -19,11 +20,13 @@ import torch
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Metric
 
+from service.api_servers.gathering import Gathering
 from service.api_servers.line import Line
 from service.api_servers.link import Link
 from service.api_servers.memory import SharedMemory
 from service.api_servers.messages import (
     STOP_SIGNALS,
+    DeviceLoaded,
     Farewell,
     Fault,
     Full,
@@ -62,6 +65,7 @@ class ApiServer(Server):
         app: FastAPI,
         settings: Settings,
         line: Line,
+        gathering: Gathering,
         connections: Link,
         replicas: RemoteReplicas,
         own_metrics: Callable[[], list[Metric]],
@@ -70,6 +74,7 @@ class ApiServer(Server):
     ) -> None:
         super().__init__(app, settings, speaks=speaks)
         self._line = line
+        self._gathering = gathering
         self._connections = connections
         self._replicas = {replica.name: replica for replica in replicas.replicas}
         self._own_metrics = own_metrics
@@ -112,22 +117,28 @@ class ApiServer(Server):
 
     def _obey(self, message: object, files: Sequence[int]) -> None:
         match message:
-            case Loaded(encoders, memory_bytes):
-                memories = [SharedMemory(file, memory_bytes) for file in files]
-                for place, (device, encoder) in enumerate(encoders.items()):
-                    if isinstance(encoder, Fault):
-                        self._replicas[device].ready.set_exception(encoder.error())
-                    else:
-                        memories[place].close_file()
-                        self._replicas[device].loaded(encoder, memories[place])
+            case Loaded(devices):
+                self._on_loaded(devices, files)
             case Lost(device, fault):
                 self._engine.batcher.lose(device, fault.device_error())
             case Scrape():
                 self._tell_metrics()
+            case Scraped(metrics):
+                self._gathering.answered(metrics)
             case Stop():
                 self._told_to_stop = True
             case _:
                 raise AssertionError(f"unknown order {message!r}")
+
+    def _on_loaded(self, devices: Mapping[str, DeviceLoaded], files: Sequence[int]) -> None:
+        rest = iter(files)
+        for device, loaded in devices.items():
+            if isinstance(loaded.encoder, Fault):
+                self._replicas[device].ready.set_exception(loaded.encoder.error())
+            else:
+                memory = SharedMemory(next(rest), loaded.memory_bytes)
+                memory.close_file()
+                self._replicas[device].loaded(loaded.encoder, memory)
 
     def _tell_metrics(self) -> None:
         try:
@@ -205,7 +216,8 @@ def main(file: int) -> NoReturn:
     trust_own_limits()
     torch.set_num_threads(1)  # each image is resized in a thread of its own
     connections, tallies, *rest = files
-    line = Line(link)
+    line = Line(link, on_gone=partial(os._exit, 1))
+    gathering = Gathering(line.tell)
     registry = CollectorRegistry()
     replicas = _replicas(setup, rest)
     reserved_tokens, held_bytes = shared_tallies(tallies, setup.index, setup.num_servers)
@@ -213,12 +225,15 @@ def main(file: int) -> NoReturn:
         settings,
         registry=registry,
         start_replicas=lambda settings: replicas,
-        together=Together(reserved_tokens, held_bytes, line.gather, setup.started_at, owns_devices=False),
+        together=Together(
+            reserved_tokens, held_bytes, gathering.gather, setup.started_at, owns_devices=False
+        ),
     )
     server = ApiServer(
         app,
         settings,
         line,
+        gathering,
         Link.of_file(connections),
         replicas,
         lambda: list(registry.collect()),

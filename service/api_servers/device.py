@@ -1,0 +1,153 @@
+"""One device in a process of its own: loads the model, and encodes the batches of the API servers.
+
+A fault of one GPU makes CUDA fail on all devices of the process, so that none may share it with another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import NoReturn
+
+import uvloop
+from prometheus_client import CollectorRegistry, ProcessCollector
+
+from models import MAX_ASPECT_RATIO, DeviceError, ModelError, Replica, VisionEncoder
+from service.api_servers.dispatcher import Dispatcher, ServerLines
+from service.api_servers.line import Line
+from service.api_servers.link import Link
+from service.api_servers.memory import SharedMemory
+from service.api_servers.messages import (
+    STOP_SIGNALS,
+    DeviceLoaded,
+    DeviceSetup,
+    EncoderFacts,
+    Fault,
+    Lost,
+    Scrape,
+    Scraped,
+)
+from service.api_servers.tallies import SharedIdleness
+from service.engine import keep_what_is_loaded, stuck
+from service.logs import configure_logging
+from service.replicas import load_replica
+from service.settings import Settings
+
+_MARGIN_TOKENS = 2 * MAX_ASPECT_RATIO
+
+
+class Device:
+    """Tells the supervisor how the device gets on. Runs on an event loop; the device has its own threads."""
+
+    def __init__(
+        self,
+        setup: DeviceSetup,
+        files: Sequence[int],
+        line: Line,
+        load: Callable[[Settings, str], Replica],
+    ) -> None:
+        idleness, *ends = files
+        links = [Link.of_file(file) for file in ends]
+        self._setup = setup
+        self._line = line
+        self._load = load
+        self._idleness = SharedIdleness(SharedMemory(idleness, setup.num_devices), setup.index)
+        os.close(idleness)
+        self._clients = [
+            ServerLines(batches, results) for batches, results in zip(links[::2], links[1::2], strict=True)
+        ]
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+
+    async def run(self) -> None:
+        """Until the process ends. Raises `ConnectionError` where there is no supervisor."""
+        self._loop = asyncio.get_running_loop()
+        self._line.listen(self._obey)
+        dispatcher = Dispatcher(
+            self._clients, on_lost=partial(self._from_thread, self._lose), idleness=self._idleness
+        )
+        try:
+            replica = self._load(self._setup.settings, self._setup.device)
+        except ModelError as error:
+            self._line.tell(DeviceLoaded(Fault.of(error)))
+        else:
+            replica.ready.add_done_callback(partial(self._from_thread, self._on_loaded))
+            serving = replica.serve(dispatcher)
+            serving.add_done_callback(partial(self._from_thread, self._on_served, replica))
+        await self._watch(dispatcher, self._setup.settings.device_timeout_s)
+
+    def _from_thread(self, function: Callable[..., None], *args: object) -> None:
+        self._loop.call_soon_threadsafe(function, *args)
+
+    def _obey(self, message: object, files: Sequence[int]) -> None:
+        assert isinstance(message, Scrape), f"unknown order {message!r}"
+        self._line.tell(Scraped(list(self._registry.collect())))
+
+    def _on_loaded(self, ready: Future[VisionEncoder]) -> None:
+        error = ready.exception()
+        if error is None:
+            keep_what_is_loaded()
+            self._tell_loaded(EncoderFacts.of(ready.result()))
+        else:
+            self._line.tell(DeviceLoaded(Fault.of(error)))
+
+    def _tell_loaded(self, encoder: EncoderFacts) -> None:
+        """With memory for the patches of a batch of each API server."""
+        num_bytes = self._batch_bytes(encoder)
+        memories: list[SharedMemory] = []
+        try:
+            for client in self._clients:
+                client.memory = SharedMemory.create(num_bytes)
+                memories.append(client.memory)
+        except OSError as error:
+            self._line.tell(DeviceLoaded(Fault.of(ModelError(f"no shared memory for batches: {error}"))))
+        else:
+            self._line.tell(DeviceLoaded(encoder, num_bytes), [memory.file for memory in memories])
+        for memory in memories:
+            memory.close_file()
+
+    def _batch_bytes(self, encoder: EncoderFacts) -> int:
+        """Of the largest batch: a full one or one large image. What is not written is no memory yet.
+
+        A small `max_pixels` is no exact limit for a thin image, hence the margin.
+        """
+        config = encoder.preprocessor.config
+        token_pixels = config.factor**2
+        largest_image = max(config.min_pixels, config.max_pixels) // token_pixels + _MARGIN_TOKENS
+        return 3 * token_pixels * max(self._setup.settings.max_batch_tokens, largest_image)
+
+    def _on_served(self, replica: Replica, serving: Future[None]) -> None:
+        """A thread that takes no batches any more, and was not told to end, has lost its device."""
+        error = serving.exception()
+        if error is not None and replica.ready.exception() is None:
+            self._lose(DeviceError(replica.name, error))
+
+    async def _watch(self, dispatcher: Dispatcher, timeout_s: float) -> None:
+        while True:
+            await asyncio.sleep(min(1.0, timeout_s / 4))
+            if dispatcher.is_stuck(timeout_s):
+                self._lose(stuck(self._setup.device, timeout_s))
+
+    def _lose(self, error: DeviceError) -> None:
+        if not self._idleness.is_retired:
+            self._idleness.retire()
+            self._line.tell(Lost(self._setup.device, Fault.of(error)))
+
+
+def main(file: int, load: Callable[[Settings, str], Replica] = load_replica) -> NoReturn:
+    """Serves until the supervisor ends the line to it, which is in that file."""
+    for number in STOP_SIGNALS:  # held back by the supervisor, whose concern they are
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    link = Link.of_file(file)
+    setup, files = link.receive()
+    assert isinstance(setup, DeviceSetup), f"not a set-up: {setup!r}"
+    configure_logging(setup.settings.log_level, setup.settings.log_format)
+    device = Device(setup, files, Line(link, on_gone=partial(os._exit, 0)), load)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(device.run())
+    raise AssertionError("a device is watched to the end")

@@ -1,0 +1,41 @@
+"""The process of a GPU that a certain image breaks, for good, as a bad kernel would."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NoReturn
+
+import torch
+
+from models import CudaGraphSettings, EncodeItem, Replica, VisionEncoder, replica_devices
+from models.readback import RunningBatch
+from service.api_servers import device
+from service.settings import Settings
+
+BAD_LEVEL = 251
+
+
+def load_replica(settings: Settings, name: str) -> Replica:
+    """As the service does it, but for the fault."""
+    where = replica_devices(settings.device, settings.data_parallel_size)[name]
+    return Replica(name, partial(_load, where))
+
+
+def _load(where: torch.device) -> VisionEncoder:
+    encoder = VisionEncoder.from_pretrained("demo", device=where, cuda_graphs=CudaGraphSettings())
+    launch = encoder.launch
+
+    def launch_or_fail(items: Sequence[EncodeItem]) -> RunningBatch:
+        if any(int(item.patches.pixels[0, 0]) == BAD_LEVEL for item in items):
+            with encoder.stream:  # an index behind the end
+                torch.zeros(8, device=where)[torch.full((8,), 10**6, device=where)]
+        return launch(items)
+
+    encoder.launch = launch_or_fail  # type: ignore[method-assign]
+    return encoder
+
+
+def main(file: int) -> NoReturn:
+    """In place of that of a device."""
+    device.main(file, load_replica)

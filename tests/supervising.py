@@ -1,0 +1,90 @@
+"""A supervisor in this process; API servers are processes, and devices what the test says."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from subprocess import Popen
+from typing import cast
+
+import httpx
+import uvloop
+
+from service.__main__ import address, listen
+from service.api_servers.members import Spawn
+from service.api_servers.supervisor import Supervisor
+from service.settings import Settings
+from tests.serving import eventually, request_of
+from tests.traffic import Answer, Scrape, call
+
+
+class Supervised:
+    """It runs in the main thread, which signals go to."""
+
+    def __init__(self, settings: Settings, num_servers: int, spawn_device: Spawn) -> None:
+        listener = listen("127.0.0.1", 0)
+        self.url = address(listener)
+        self.port: int = listener.getsockname()[1]
+        self._supervisor = Supervisor(settings, listener, num_servers, spawn_device)
+        self._threads = ThreadPoolExecutor(16)
+
+    @property
+    def processes(self) -> list[int]:
+        """Of the API servers."""
+        return [server.process.pid for server in self._supervisor._servers]
+
+    @property
+    def device_processes(self) -> list[int]:
+        return [device.process.pid for device in self._supervisor._devices.values()]
+
+    def kill_device(self, name: str) -> None:
+        self._supervisor._devices[name].process.kill()
+
+    def run(self, scenario: Callable[[], None]) -> int:
+        """Runs to the end, and the scenario meanwhile in another thread. Returns the exit code."""
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(self._run(scenario))
+
+    async def _run(self, scenario: Callable[[], None]) -> int:
+        serving = asyncio.create_task(self._supervisor.run())
+        try:
+            await asyncio.to_thread(scenario)
+        except BaseException:
+            for process in self.processes:
+                os.kill(process, signal.SIGKILL)
+            raise
+        finally:
+            code = await serving
+        return code
+
+    def signal(self, number: int) -> None:
+        os.kill(os.getpid(), number)
+
+    def wait_until_ready(self, timeout_s: float = 60) -> None:
+        """Raises `TimeoutError`."""
+        eventually(
+            lambda: httpx.get(f"{self.url}/readyz", timeout=timeout_s).status_code == 200, timeout_s=timeout_s
+        )
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """Of the API servers."""
+        return [cast(Popen[bytes], server.process).returncode for server in self._supervisor._servers]
+
+    def call_later(self, *levels: int) -> Future[Answer]:
+        return self._threads.submit(lambda: asyncio.run(call(self.port, request_of(*levels))))
+
+    def scrape(self) -> Scrape:
+        return Scrape(httpx.get(f"{self.url}/metrics").raise_for_status().text)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        gc.unfreeze()
+        for thing in gc.get_objects():  # here the process goes on
+            if type(thing) is socket.socket and thing.type == socket.SOCK_SEQPACKET:
+                thing.close()
