@@ -21,7 +21,7 @@ from models import (
     SupportsEncoderCudaGraph,
     VisionEncoder,
 )
-from models.protocol import EncoderCudaGraphConfig, HostBuffers, MetadataSpec
+from models.protocol import EncoderCudaGraphConfig, MetadataSpec, ReplayBuffers
 
 CPU = torch.device("cpu")
 
@@ -76,7 +76,7 @@ class SumEncoder:
         return [rng.normal(size=2 * tokens).tolist() for tokens in lengths]
 
     def prepare_encoder_cudagraph_replay_buffers(
-        self, batch: list[list[float]], buffers: HostBuffers
+        self, batch: list[list[float]], buffers: ReplayBuffers
     ) -> None:
         if self.fault is not None:
             raise self.fault
@@ -229,7 +229,7 @@ class Filling(SumEncoder):
         self.fails = False
 
     def prepare_encoder_cudagraph_replay_buffers(
-        self, batch: list[list[float]], buffers: HostBuffers
+        self, batch: list[list[float]], buffers: ReplayBuffers
     ) -> None:
         activations = torch.zeros(4)
         self.allocated.append(weakref.ref(activations))
