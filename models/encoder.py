@@ -121,9 +121,9 @@ class VisionEncoder:
         return encoder
 
     def preprocess(self, rgb: npt.NDArray[np.uint8]) -> Patches:
-        """Patches of a uint8 array [height, width, 3], in pinned memory for a GPU.
+        """Patches of a uint8 array [height, width, 3], in pinned memory for a GPU. Raises `AspectRatioError`.
 
-        Raises `AspectRatioError`.
+        `preprocessor` makes the same in ordinary memory.
         """
         return self.preprocessor(rgb, pin_memory=self.device.type == "cuda")
 

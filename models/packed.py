@@ -84,13 +84,10 @@ class PackedVisionTransformer:
         self, batch: Sequence[Patches], buffers: ReplayBuffers
     ) -> None:
         # One call for all images: each call lets go of the interpreter lock and has to get it back.
-        rows = buffers.input.split([len(image.pixels) for image in batch])
+        rows = buffers.input.split(self.get_encoder_cudagraph_per_item_input_sizes(batch))
         torch._foreach_copy_(rows, [image.pixels for image in batch], non_blocking=True)
         grids = np.array([image.grid_thw[1:] for image in batch], dtype=np.int32)
         buffers.metadata["grids"].numpy()[: len(batch)] = grids
-
-    def _num_rows(self, batch: Sequence[Patches]) -> int:
-        return sum(image.num_tokens for image in batch) * self._merge
 
     def encoder_cudagraph_forward(
         self, inputs: torch.Tensor, metadata: Mapping[str, torch.Tensor], output: torch.Tensor
@@ -99,16 +96,17 @@ class PackedVisionTransformer:
 
     def encoder_eager_forward(self, batch: Sequence[Patches]) -> torch.Tensor:
         fill = partial(self.prepare_encoder_cudagraph_replay_buffers, batch)
-        buffers = self._uploader.upload(self._num_rows(batch), len(batch), fill)
+        lengths = self.get_encoder_cudagraph_per_item_input_sizes(batch)
+        buffers = self._uploader.upload(sum(lengths), len(batch), fill)
         config = self.model.config
         levels = 1 + len(config.deepstack_visual_indexes)
-        tokens = len(buffers.input) // self._merge
+        tokens = sum(lengths) // self._merge
         output = torch.empty(levels, tokens, config.out_hidden_size, dtype=self.dtype, device=self.device)
         self.model(
             buffers.input,
             buffers.metadata["grids"],
             output,
-            max_length=max(len(image.pixels) for image in batch),
+            max_length=max(lengths),
             padded=False,
         )
         return output

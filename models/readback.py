@@ -101,10 +101,8 @@ class RunningBatch:
         if compute is None or download is None:
             self._parts.append(part)
             return
-        ready = torch.cuda.Event()
-        ready.record(compute)
+        download.wait_stream(compute)
         with torch.cuda.stream(download):
-            download.wait_event(ready)
             pinned = torch.empty(part.rows.shape, dtype=part.rows.dtype, pin_memory=True)
             pinned.copy_(part.rows, non_blocking=True)
             part.rows.record_stream(download)

@@ -39,9 +39,9 @@ class Buffers:
         """Views of the first rows and slots."""
         return Buffers(self.input[:num_rows], {name: x[:num_images] for name, x in self.metadata.items()})
 
-    def copy_(self, source: Buffers, num_rows: int) -> None:
-        """Copies the first rows of the input and all slots of the metadata."""
-        self.input[:num_rows].copy_(source.input[:num_rows], non_blocking=True)
+    def copy_(self, source: Buffers) -> None:
+        """Copies all rows of the source's input, and metadata into all slots."""
+        self.input[: len(source.input)].copy_(source.input, non_blocking=True)
         for name, target in self.metadata.items():
             target.copy_(source.metadata[name][: len(target)], non_blocking=True)
 
@@ -91,10 +91,10 @@ class CudaStaging:
         slot.consumed.synchronize()
         compute = torch.cuda.current_stream()
         with torch.cuda.stream(self._stream):
-            slot.write(fill, num_rows)
+            written = slot.write(fill, num_rows)
             slot.uploaded.record(self._stream)
         compute.wait_event(slot.uploaded)
-        live.copy_(slot.device, num_rows)
+        live.copy_(written)
         slot.consumed.record(compute)
 
 
@@ -114,12 +114,11 @@ class Uploader:
             return buffers
         compute = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
-            slot = _Slot(self._config, num_rows, num_images, self._device)
-            slot.write(fill, num_rows)
+            written = _Slot(self._config, num_rows, num_images, self._device).write(fill, num_rows)
         compute.wait_stream(self._stream)
-        for tensor in (slot.device.input, *slot.device.metadata.values()):
+        for tensor in (written.input, *written.metadata.values()):
             tensor.record_stream(compute)
-        return slot.device
+        return written
 
 
 class _Slot:
@@ -128,13 +127,18 @@ class _Slot:
     def __init__(
         self, config: EncoderCudaGraphConfig, num_rows: int, num_images: int, device: torch.device
     ) -> None:
-        self.device = Buffers.allocate(config, num_rows, num_images, device)
-        self._metadata = _metadata(config, num_images, torch.device("cpu"), pinned=True)
+        self._device = Buffers.allocate(config, num_rows, num_images, device)
+        self._host = _metadata(config, num_images, torch.device("cpu"), pinned=True)
         self.uploaded = torch.cuda.Event()
         self.consumed = torch.cuda.Event(blocking=True)  # the host sleeps for it
 
-    def write(self, fill: Fill, num_rows: int) -> None:
-        """On the current stream. Metadata goes last, so that none is on its way if `fill` fails."""
-        _write(fill, self.device.input[:num_rows], self._metadata)
-        for name, array in self._metadata.items():
-            self.device.metadata[name].copy_(array, non_blocking=True)
+    def write(self, fill: Fill, num_rows: int) -> Buffers:
+        """Views of what was written, on the current stream.
+
+        Metadata is uploaded last, so that none is on its way if `fill` fails.
+        """
+        written = Buffers(self._device.input[:num_rows], self._device.metadata)
+        _write(fill, written.input, self._host)
+        for name, array in written.metadata.items():
+            array.copy_(self._host[name], non_blocking=True)
+        return written
