@@ -19,8 +19,8 @@ from tqdm import tqdm
 
 from models.errors import ModelError
 from models.packing import BudgetError, check_budgets, check_max_images, infer_budgets, infer_max_images, plan
-from models.protocol import Batch, HostBuffers, SupportsEncoderCudaGraph
-from models.staging import Buffers, DirectStaging, PinnedStaging, Staging
+from models.protocol import Batch, ReplayBuffers, SupportsEncoderCudaGraph
+from models.staging import Buffers, CudaStaging, DirectStaging, Staging
 
 logger = logging.getLogger(__name__)
 
@@ -184,9 +184,9 @@ class EncoderCudaGraphManager(Generic[Batch]):
         shape = list(config.output_shape)
         shape.insert(config.output_token_axis, largest)
         return _Shared(
-            live=Buffers.allocate(config, rows, self.max_images, self.device, pinned=False),
+            live=Buffers.allocate(config, rows, self.max_images, self.device),
             output=torch.zeros(shape, dtype=config.output_dtype, device=self.device),
-            staging=PinnedStaging(config, rows, self.max_images, self.device)
+            staging=CudaStaging(config, rows, self.max_images, self.device)
             if self._is_cuda
             else DirectStaging(),
             pool=torch.cuda.graph_pool_handle() if self._is_cuda else None,
@@ -331,7 +331,7 @@ class EncoderCudaGraphManager(Generic[Batch]):
         shared = shared or self._shared
         assert shared is not None, "there are no buffers without graphs"
 
-        def fill(buffers: HostBuffers) -> None:
+        def fill(buffers: ReplayBuffers) -> None:
             self.model.prepare_encoder_cudagraph_replay_buffers(batch, buffers)
 
         shared.staging.load(live, sum(self.model.get_encoder_cudagraph_per_item_input_sizes(batch)), fill)

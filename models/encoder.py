@@ -75,7 +75,7 @@ class VisionEncoder:
             with torch.device("meta"):
                 self.model = VisionTransformer(vision, backend.attention, self.kernels)
             _load(self.model, checkpoint, device, self.dtype)
-            packed = PackedVisionTransformer(self.model, checkpoint.preprocess, self.stream.pinned)
+            packed = PackedVisionTransformer(self.model, checkpoint.preprocess)
             self.graphs = EncoderCudaGraphManager(packed, cuda_graphs, device)
 
     @classmethod
@@ -121,14 +121,18 @@ class VisionEncoder:
         return encoder
 
     def preprocess(self, rgb: npt.NDArray[np.uint8]) -> Patches:
-        """Patches of a uint8 array [height, width, 3]. Raises `AspectRatioError`."""
-        return self.preprocessor(rgb)
+        """Patches of a uint8 array [height, width, 3], in pinned memory for a GPU. Raises `AspectRatioError`.
+
+        `preprocessor` makes the same in ordinary memory.
+        """
+        return self.preprocessor(rgb, pin_memory=self.device.type == "cuda")
 
     def encode(self, images: Sequence[Patches]) -> list[torch.Tensor]:
         """All tokens of each image: [num_tokens, width] on the encoder's device, in its dtype.
 
-        Images of a sub-batch share one storage: clone before `torch.save`. Raises `ValueError` for patches
-        that are not of this model, and what the device raises.
+        Returns before a GPU is done, which may still read patches in pinned memory: they may be dropped, but
+        not changed before the results are there. Images of a sub-batch share one storage: clone before
+        `torch.save`. Raises `ValueError` for patches that are not of this model, and what the device raises.
         """
         results: dict[int, torch.Tensor] = {}
         storages: list[torch.Tensor] = []
@@ -146,21 +150,20 @@ class VisionEncoder:
         return [results[index] for index in range(len(images))]
 
     def launch(self, items: Sequence[EncodeItem]) -> RunningBatch:
-        """Starts a batch and returns before the device has finished it. Raises as `encode` does."""
+        """Starts a batch and returns before the device has finished it.
+
+        What `encode` says of patches and errors holds here too.
+        """
         images = self._checked([item.patches for item in items])
         with torch.inference_mode(), self.stream:
             running = RunningBatch(len(items), self.stream)
 
             def select(indices: Sequence[int], tokens: torch.Tensor) -> None:
-                for part in select_outputs(tokens, indices, items, self.kernels, self.dtype, running.upload):
+                for part in select_outputs(tokens, indices, items, self.kernels, self.dtype):
                     running.read_back(part)
 
-            try:
-                counts = self.graphs.run(images, select, running.begin)
-                running.launched(counts, num_tokens=sum(image.num_tokens for image in images))
-            except BaseException:
-                running.abandon()
-                raise
+            counts = self.graphs.run(images, select, running.begin)
+            running.launched(counts, num_tokens=sum(image.num_tokens for image in images))
         return running
 
     def run(self, items: Sequence[EncodeItem]) -> BatchResult:
@@ -177,8 +180,11 @@ class VisionEncoder:
             t, h, w = image.grid_thw
             if t != 1 or h % merge or w % merge or image.num_tokens * merge**2 != t * h * w:
                 raise ValueError(f"grid {image.grid_thw} is not of a still image of this model")
-            if image.pixels.shape != (h * w, self._patch_dim) or image.pixels.dtype != torch.uint8:
-                raise ValueError(f"patches are not uint8 [{h * w}, {self._patch_dim}], which their grid says")
+            pixels = image.pixels
+            if pixels.shape != (h * w, self._patch_dim) or pixels.dtype != torch.uint8 or not pixels.is_cpu:
+                raise ValueError(
+                    f"patches are not uint8 [{h * w}, {self._patch_dim}] on the host, as their grid says"
+                )
         return images
 
 

@@ -8,27 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
-from models.pinned import PinnedPool, view_of
 from models.preprocess import Patches, PreprocessConfig
-from models.protocol import EncoderCudaGraphConfig, HostBuffers, MetadataSpec
+from models.protocol import EncoderCudaGraphConfig, MetadataSpec, ReplayBuffers
 from models.qwen3_vl import VisionTransformer
+from models.staging import Uploader
 
 
 class PackedVisionTransformer:
     """Batches are sequences of `Patches`. Output buffers are [1 + deepstack levels, tokens, out_hidden]."""
 
-    def __init__(self, model: VisionTransformer, preprocess: PreprocessConfig, pinned: PinnedPool) -> None:
+    def __init__(self, model: VisionTransformer, preprocess: PreprocessConfig) -> None:
         weight = model.pos_embed.weight
         self.model = model
         self.device = weight.device
         self.dtype = weight.dtype
         self._preprocess = preprocess
-        self._pinned = pinned  # for eager runs
         self._merge = preprocess.merge_size**2
+        self._uploader = Uploader(self.get_encoder_cudagraph_config(), self.device)
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         config = self.model.config
@@ -80,15 +81,13 @@ class PackedVisionTransformer:
         return Patches(pixels, (1, side * height, side * (tokens // height)), tokens)
 
     def prepare_encoder_cudagraph_replay_buffers(
-        self, batch: Sequence[Patches], buffers: HostBuffers
+        self, batch: Sequence[Patches], buffers: ReplayBuffers
     ) -> None:
         # One call for all images: each call lets go of the interpreter lock and has to get it back.
-        torch.cat([image.pixels for image in batch], out=buffers.input[: self._num_rows(batch)])
+        rows = buffers.input.split(self.get_encoder_cudagraph_per_item_input_sizes(batch))
+        torch._foreach_copy_(rows, [image.pixels for image in batch], non_blocking=True)
         grids = np.array([image.grid_thw[1:] for image in batch], dtype=np.int32)
         buffers.metadata["grids"].numpy()[: len(batch)] = grids
-
-    def _num_rows(self, batch: Sequence[Patches]) -> int:
-        return sum(image.num_tokens for image in batch) * self._merge
 
     def encoder_cudagraph_forward(
         self, inputs: torch.Tensor, metadata: Mapping[str, torch.Tensor], output: torch.Tensor
@@ -96,39 +95,18 @@ class PackedVisionTransformer:
         self.model(inputs, metadata["grids"], output, max_length=len(inputs), padded=True)
 
     def encoder_eager_forward(self, batch: Sequence[Patches]) -> torch.Tensor:
-        shapes = (self._num_rows(batch), self.model.config.patch_dim), (len(batch), 2)
-        blocks: list[torch.Tensor] = []
-        try:
-            blocks += (
-                self._pinned.take(math.prod(shape) * size) for shape, size in zip(shapes, (1, 4), strict=True)
-            )
-            return self._run_eagerly(batch, *map(view_of, blocks, shapes, (torch.uint8, torch.int32)))
-        finally:
-            self._give_back(blocks)
-
-    def _run_eagerly(
-        self, batch: Sequence[Patches], pixels: torch.Tensor, grids: torch.Tensor
-    ) -> torch.Tensor:
-        """By way of host memory for the rows and grids."""
-        config, device = self.model.config, self.device
-        self.prepare_encoder_cudagraph_replay_buffers(batch, HostBuffers(pixels, {"grids": grids}))
+        fill = partial(self.prepare_encoder_cudagraph_replay_buffers, batch)
+        lengths = self.get_encoder_cudagraph_per_item_input_sizes(batch)
+        buffers = self._uploader.upload(sum(lengths), len(batch), fill)
+        config = self.model.config
         levels = 1 + len(config.deepstack_visual_indexes)
-        tokens = len(pixels) // self._merge
-        output = torch.empty(levels, tokens, config.out_hidden_size, dtype=self.dtype, device=device)
+        tokens = sum(lengths) // self._merge
+        output = torch.empty(levels, tokens, config.out_hidden_size, dtype=self.dtype, device=self.device)
         self.model(
-            pixels.to(device, non_blocking=True),
-            grids.to(device, non_blocking=True),
+            buffers.input,
+            buffers.metadata["grids"],
             output,
-            max_length=max(len(image.pixels) for image in batch),
+            max_length=max(lengths),
             padded=False,
         )
         return output
-
-    def _give_back(self, blocks: Sequence[torch.Tensor]) -> None:
-        """Once the current stream has come so far."""
-        after = None
-        if self.device.type == "cuda":
-            after = torch.cuda.Event()
-            after.record()
-        for block in blocks:
-            self._pinned.give_back(block, after)

@@ -93,8 +93,11 @@ class Preprocessor:
         t, h, w = self.grid_thw(height, width)
         return t * h * w // self.config.merge_size**2
 
-    def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
-        """Resizes and cuts a uint8 array [height, width, 3]. Raises `AspectRatioError`."""
+    def __call__(self, rgb: npt.NDArray[np.uint8], *, pin_memory: bool = False) -> Patches:
+        """Resizes and cuts a uint8 array [height, width, 3]. Raises `AspectRatioError`.
+
+        Pinned memory, where there is a GPU, is copied to it while the host goes on.
+        """
         if rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3 or rgb.size == 0:
             raise ValueError(f"an image is a uint8 array [height, width, 3], not {rgb.dtype} {rgb.shape}")
         height, width, channels = rgb.shape
@@ -105,12 +108,16 @@ class Preprocessor:
         # [h/merge, merge, patch, w/merge, merge, patch, c]
         blocks = resized.reshape(h // merge, merge, patch, w // merge, merge, patch, channels)
         # [h/merge, w/merge, merge, merge, c, patch, patch]
-        pixels = np.ascontiguousarray(blocks.transpose(0, 3, 1, 4, 6, 2, 5))
-        return Patches(
-            pixels=torch.from_numpy(pixels.reshape(h * w, channels * patch * patch)),
-            grid_thw=grid,
-            num_tokens=h * w // merge**2,
-        )
+        cut = blocks.transpose(0, 3, 1, 4, 6, 2, 5)
+        pixels = _host_memory((h * w, channels * patch * patch), pin_memory)
+        pixels.numpy().reshape(cut.shape)[:] = cut
+        return Patches(pixels, grid, num_tokens=h * w // merge**2)
+
+
+def _host_memory(shape: tuple[int, int], pin_memory: bool) -> torch.Tensor:
+    if pin_memory:
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=True)
+    return torch.from_numpy(np.empty(shape, np.uint8))  # by numpy for the reason given in `_resize`
 
 
 def _resize(rgb: npt.NDArray[np.uint8], height: int, width: int) -> npt.NDArray[np.uint8]:

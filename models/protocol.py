@@ -38,11 +38,11 @@ class EncoderCudaGraphConfig:
 
 
 @dataclass(frozen=True, eq=False)
-class HostBuffers:
-    """Host memory that one sub-batch is written into: exact rows of input, all slots of metadata."""
+class ReplayBuffers:
+    """Memory that one sub-batch is written into: exact rows of input, all slots of metadata."""
 
-    input: torch.Tensor  # [rows, *input_shape]
-    metadata: Mapping[str, torch.Tensor]  # each [images, *shape], zeros at first
+    input: torch.Tensor  # [rows, *input_shape] on the encoder's device, where it holds anything at first
+    metadata: Mapping[str, torch.Tensor]  # each [images, *shape] in host memory, zeros at first
 
 
 @runtime_checkable
@@ -71,8 +71,8 @@ class SupportsEncoderCudaGraph(Protocol[Batch]):
         """A batch of random content that fills the budget as far as the model's sizes allow."""
         ...
 
-    def prepare_encoder_cudagraph_replay_buffers(self, batch: Batch, buffers: HostBuffers) -> None:
-        """Writes the batch into host memory, items in order."""
+    def prepare_encoder_cudagraph_replay_buffers(self, batch: Batch, buffers: ReplayBuffers) -> None:
+        """Writes the batch into the buffers, items in order; input by copies on the current stream."""
         ...
 
     def encoder_cudagraph_forward(

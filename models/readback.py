@@ -6,10 +6,9 @@ once. On CUDA results come through pinned memory on a stream of their own, besid
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -19,7 +18,6 @@ import torch.nn.functional as F
 from models.cudagraph import EncoderCounts
 from models.kernels import Kernels
 from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec
-from models.pinned import view_of
 from models.streams import DeviceStream, Mark
 
 
@@ -38,12 +36,8 @@ def select_outputs(
     items: Sequence[EncodeItem],
     kernels: Kernels,
     dtype: torch.dtype,
-    upload: Callable[[Sequence[int]], torch.Tensor],
 ) -> Iterator[Part]:
-    """What the images at `indices`, whose tokens [levels, tokens, hidden] stand in that order, ask for.
-
-    `upload` brings int32 numbers to the device.
-    """
+    """What the images at `indices`, whose tokens [levels, tokens, hidden] stand in that order, ask for."""
     lengths = [items[index].patches.num_tokens for index in indices]
     ends = [0, *accumulate(lengths)]
     places: dict[OutputSpec, list[int]] = defaultdict(list)
@@ -54,9 +48,9 @@ def select_outputs(
         chosen = tuple(indices[place] for place in group)
         if output.pooled:
             if means is None:
-                means = kernels.mean_rows(tokens[0], upload(ends))
+                means = kernels.mean_rows(tokens[0], _to_device(ends, tokens.device))
             if len(group) < len(indices):
-                vectors = means.index_select(0, upload(group))
+                vectors = means.index_select(0, _to_device(group, tokens.device))
             else:
                 vectors = means
             vectors = F.normalize(vectors, dim=1) if output.normalize else vectors
@@ -68,6 +62,11 @@ def select_outputs(
             rows = torch.cat(tuple(levels), dim=1)  # [tokens, width]
             own = tuple(lengths[place] for place in group)
             yield Part(chosen, rows.to(output.dtype or dtype), own)
+
+
+def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
+    on_host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return on_host.to(device, non_blocking=True)
 
 
 def _copies(part: Part) -> tuple[torch.Tensor, ...]:
@@ -88,7 +87,6 @@ class RunningBatch:
         self._num_images = num_images
         self._stream = stream
         self._parts: list[Part] = []
-        self._blocks: list[torch.Tensor] = []  # of pinned memory
         self._started_at = time.perf_counter()
         self._started: Mark | None = None
 
@@ -97,29 +95,15 @@ class RunningBatch:
         if self._started is None:
             self._started = Mark(self._stream.cuda)
 
-    def upload(self, values: Sequence[int]) -> torch.Tensor:
-        """The numbers as int32 on the device."""
-        host = self._pinned((len(values),), torch.int32)
-        host.numpy()[:] = values
-        return host.to(self._stream.device, non_blocking=True)
-
-    def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that is the batch's own until it is collected."""
-        block = self._stream.pinned.take(math.prod(shape) * dtype.itemsize)
-        self._blocks.append(block)
-        return view_of(block, shape, dtype)
-
     def read_back(self, part: Part) -> None:
         """Takes results over, before the next replay overwrites what they came from."""
         compute, download = self._stream.cuda, self._stream.download
         if compute is None or download is None:
             self._parts.append(part)
             return
-        ready = torch.cuda.Event()
-        ready.record(compute)
+        download.wait_stream(compute)
         with torch.cuda.stream(download):
-            download.wait_event(ready)
-            pinned = self._pinned(part.rows.shape, part.rows.dtype)
+            pinned = torch.empty(part.rows.shape, dtype=part.rows.dtype, pin_memory=True)
             pinned.copy_(part.rows, non_blocking=True)
             part.rows.record_stream(download)
         self._parts.append(Part(part.indices, pinned, part.lengths))
@@ -138,41 +122,21 @@ class RunningBatch:
 
     def wait_for_device(self) -> None:
         """Returns once the device has finished. Raises what went wrong on it."""
-        try:
-            self._computed.wait()
-            self._downloaded.wait()
-        except BaseException:
-            self.abandon()
-            raise
+        self._computed.wait()
+        self._downloaded.wait()
 
     def collect(self) -> BatchResult:
         """The results, after `wait_for_device`."""
         embeddings: dict[int, torch.Tensor] = {}
-        try:
-            for part in self._parts:
-                embeddings.update(zip(part.indices, _copies(part), strict=True))
-        finally:
-            self._parts.clear()
-            self._give_back()
+        for part in self._parts:
+            embeddings.update(zip(part.indices, _copies(part), strict=True))
+        self._parts.clear()
         return BatchResult(
             tuple(embeddings[index] for index in range(self._num_images)),
             (self._stats(),),
             self._started_at,
             time.perf_counter(),
         )
-
-    def abandon(self) -> None:
-        """For a batch that failed on its way: its memory is free once the device has come so far."""
-        self._parts.clear()
-        try:
-            after = self._stream.record_all()
-        except torch.AcceleratorError:
-            return  # the device is lost, and its memory with it
-        self._give_back(after)
-
-    def _give_back(self, after: torch.cuda.Event | None = None) -> None:
-        while self._blocks:
-            self._stream.pinned.give_back(self._blocks.pop(), after)
 
     def _stats(self) -> BatchStats:
         return BatchStats(

@@ -1,7 +1,8 @@
-"""Host memory → a graph's live input buffers.
+"""Where the model writes a batch, and how it gets from there into a graph's live input buffers.
 
-On CUDA through pinned memory and a stream of its own, in two slots, so that the copies of the next sub-batch
-run beside the replay of this one. Elsewhere the live buffers are written directly.
+On CUDA rows are written into device memory, on a stream of their own and in two slots, so that one sub-batch
+is uploaded while the replay of another runs; they have no copy on the host. Elsewhere the live buffers are
+written directly. Knows nothing of what is in a batch.
 """
 
 from __future__ import annotations
@@ -13,46 +14,51 @@ from typing import Protocol
 
 import torch
 
-from models.protocol import EncoderCudaGraphConfig, HostBuffers
+from models.protocol import EncoderCudaGraphConfig, ReplayBuffers
 
-Fill = Callable[[HostBuffers], None]
+Metadata = Mapping[str, torch.Tensor]
+Fill = Callable[[ReplayBuffers], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Buffers:
-    """Input rows and metadata in one kind of memory, large enough for the largest budget."""
+    """Input rows and metadata on one device."""
 
     input: torch.Tensor
-    metadata: Mapping[str, torch.Tensor]
+    metadata: Metadata
 
     @classmethod
     def allocate(
-        cls,
-        config: EncoderCudaGraphConfig,
-        num_rows: int,
-        num_images: int,
-        device: torch.device,
-        pinned: bool,
+        cls, config: EncoderCudaGraphConfig, num_rows: int, num_images: int, device: torch.device
     ) -> Buffers:
         """Zeroed buffers."""
-
-        def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
-
-        return cls(
-            zeros((num_rows, *config.input_shape), config.input_dtype),
-            {name: zeros((num_images, *spec.shape), spec.dtype) for name, spec in config.metadata.items()},
-        )
+        rows = torch.zeros((num_rows, *config.input_shape), dtype=config.input_dtype, device=device)
+        return cls(rows, _metadata(config, num_images, device))
 
     def head(self, num_rows: int, num_images: int) -> Buffers:
         """Views of the first rows and slots."""
         return Buffers(self.input[:num_rows], {name: x[:num_images] for name, x in self.metadata.items()})
 
-    def copy_(self, source: Buffers, num_rows: int) -> None:
-        """Copies the first rows of the input and all slots of the metadata."""
-        self.input[:num_rows].copy_(source.input[:num_rows], non_blocking=True)
+    def copy_(self, source: Buffers) -> None:
+        """Copies all rows of the source's input, and metadata into all slots."""
+        self.input[: len(source.input)].copy_(source.input, non_blocking=True)
         for name, target in self.metadata.items():
             target.copy_(source.metadata[name][: len(target)], non_blocking=True)
+
+
+def _metadata(
+    config: EncoderCudaGraphConfig, num_images: int, device: torch.device, pinned: bool = False
+) -> Metadata:
+    return {
+        name: torch.zeros((num_images, *spec.shape), dtype=spec.dtype, device=device, pin_memory=pinned)
+        for name, spec in config.metadata.items()
+    }
+
+
+def _write(fill: Fill, rows: torch.Tensor, metadata: Metadata) -> None:
+    for array in metadata.values():
+        array.zero_()
+    fill(ReplayBuffers(rows, metadata))
 
 
 class Staging(Protocol):
@@ -65,11 +71,11 @@ class DirectStaging:
     """For devices whose memory the host writes."""
 
     def load(self, live: Buffers, num_rows: int, fill: Fill) -> None:
-        _fill(live, num_rows, fill)
+        _write(fill, live.input[:num_rows], live.metadata)
 
 
-class PinnedStaging:
-    """For CUDA. Live buffers are written on the stream that replays, so that no running replay is raced."""
+class CudaStaging:
+    """Live buffers are written on the stream that replays, so that no running replay is raced."""
 
     def __init__(
         self, config: EncoderCudaGraphConfig, num_rows: int, num_images: int, device: torch.device
@@ -80,29 +86,59 @@ class PinnedStaging:
 
     def load(self, live: Buffers, num_rows: int, fill: Fill) -> None:
         slot = next(self._slots)
-        slot.uploaded.synchronize()  # the slot's host memory is free again
-        _fill(slot.host, num_rows, fill)
+        # The host waits, asleep, and not the upload stream: a copy from memory that is not pinned would wait
+        # for that stream and burn a core meanwhile.
+        slot.consumed.synchronize()
         compute = torch.cuda.current_stream()
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(slot.consumed)
-            slot.device.copy_(slot.host, num_rows)
+            written = slot.write(fill, num_rows)
             slot.uploaded.record(self._stream)
         compute.wait_event(slot.uploaded)
-        live.copy_(slot.device, num_rows)
+        live.copy_(written)
         slot.consumed.record(compute)
 
 
+class Uploader:
+    """Brings batches into device memory of their exact size, for eager runs."""
+
+    def __init__(self, config: EncoderCudaGraphConfig, device: torch.device) -> None:
+        self._config = config
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def upload(self, num_rows: int, num_images: int, fill: Fill) -> Buffers:
+        """What `fill` writes, for the current stream. On CUDA the copies do not wait for that stream."""
+        if self._stream is None:
+            buffers = Buffers.allocate(self._config, num_rows, num_images, self._device)
+            _write(fill, buffers.input, buffers.metadata)
+            return buffers
+        compute = torch.cuda.current_stream(self._device)
+        with torch.cuda.stream(self._stream):
+            written = _Slot(self._config, num_rows, num_images, self._device).write(fill, num_rows)
+        compute.wait_stream(self._stream)
+        for tensor in (written.input, *written.metadata.values()):
+            tensor.record_stream(compute)
+        return written
+
+
 class _Slot:
+    """Room for a batch on a GPU: rows are written where they stay, metadata on the host first."""
+
     def __init__(
         self, config: EncoderCudaGraphConfig, num_rows: int, num_images: int, device: torch.device
     ) -> None:
-        self.host = Buffers.allocate(config, num_rows, num_images, torch.device("cpu"), pinned=True)
-        self.device = Buffers.allocate(config, num_rows, num_images, device, pinned=False)
-        self.uploaded = torch.cuda.Event(blocking=True)  # the host sleeps for it
-        self.consumed = torch.cuda.Event()
+        self._device = Buffers.allocate(config, num_rows, num_images, device)
+        self._host = _metadata(config, num_images, torch.device("cpu"), pinned=True)
+        self.uploaded = torch.cuda.Event()
+        self.consumed = torch.cuda.Event(blocking=True)  # the host sleeps for it
 
+    def write(self, fill: Fill, num_rows: int) -> Buffers:
+        """Views of what was written, on the current stream.
 
-def _fill(buffers: Buffers, num_rows: int, fill: Fill) -> None:
-    for array in buffers.metadata.values():
-        array.zero_()
-    fill(HostBuffers(buffers.input[:num_rows], buffers.metadata))
+        Metadata is uploaded last, so that none is on its way if `fill` fails.
+        """
+        written = Buffers(self._device.input[:num_rows], self._device.metadata)
+        _write(fill, written.input, self._host)
+        for name, array in written.metadata.items():
+            array.copy_(self._host[name], non_blocking=True)
+        return written

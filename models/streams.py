@@ -8,8 +8,6 @@ from types import TracebackType
 
 import torch
 
-from models.pinned import PinnedPool
-
 
 class DeviceStream:
     """A CUDA stream for computing, as a context; elsewhere a context that does nothing."""
@@ -18,7 +16,6 @@ class DeviceStream:
         self.device = device
         self.cuda = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.download = torch.cuda.Stream(device) if device.type == "cuda" else None  # of results
-        self.pinned = PinnedPool(device)
         self._context = torch.cuda.stream(self.cuda)
 
     def __enter__(self) -> None:
@@ -37,15 +34,6 @@ class DeviceStream:
             event = torch.cuda.Event()
             event.record(self.cuda)
             event.query()
-
-    def record_all(self) -> torch.cuda.Event | None:
-        """An event behind all that was given to the device so far; None on devices without streams."""
-        if self.cuda is None or self.download is None:
-            return None
-        self.download.wait_stream(self.cuda)
-        event = torch.cuda.Event()
-        event.record(self.download)
-        return event
 
     def hand_over(self, tensors: Iterable[torch.Tensor]) -> None:
         """Lets the caller's stream wait for this one, and keeps the tensors' memory while it reads them."""

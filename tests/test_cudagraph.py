@@ -21,7 +21,7 @@ from models import (
     SupportsEncoderCudaGraph,
     VisionEncoder,
 )
-from models.protocol import EncoderCudaGraphConfig, HostBuffers, MetadataSpec
+from models.protocol import EncoderCudaGraphConfig, MetadataSpec, ReplayBuffers
 
 CPU = torch.device("cpu")
 
@@ -34,7 +34,7 @@ class SumEncoder:
     """
 
     def __init__(self, fault: Exception | None = None, wrong_from: int = 10**9) -> None:
-        self.fault = fault  # raised while a batch is written into the buffers
+        self.fault = fault  # raised while a batch is written into the buffers, halfway
         self.wrong_from = wrong_from  # graphs of this many tokens or more compute something else
         self.forwards: list[int] = []
 
@@ -76,9 +76,12 @@ class SumEncoder:
         return [rng.normal(size=2 * tokens).tolist() for tokens in lengths]
 
     def prepare_encoder_cudagraph_replay_buffers(
-        self, batch: list[list[float]], buffers: HostBuffers
+        self, batch: list[list[float]], buffers: ReplayBuffers
     ) -> None:
         if self.fault is not None:
+            buffers.input[:] = torch.nan
+            for array in buffers.metadata.values():
+                array.fill_(3)
             raise self.fault
         buffers.input[:] = torch.tensor([x for image in batch for x in image])
         for slot, image in enumerate(batch):
@@ -229,7 +232,7 @@ class Filling(SumEncoder):
         self.fails = False
 
     def prepare_encoder_cudagraph_replay_buffers(
-        self, batch: list[list[float]], buffers: HostBuffers
+        self, batch: list[list[float]], buffers: ReplayBuffers
     ) -> None:
         activations = torch.zeros(4)
         self.allocated.append(weakref.ref(activations))
@@ -378,6 +381,19 @@ def test_the_vision_transformer_gives_the_same_by_replay(
     batch = patches(eager)
     for one, other in zip(eager.encode(batch), replayed.encode(batch), strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("places", [[0], [3, 0, 2], [5, 4, 3, 2, 1, 0]])
+def test_pixels_are_written_one_image_behind_the_other(replayed: VisionEncoder, places: list[int]) -> None:
+    batch = [patches(replayed)[place] for place in places]
+    expected = torch.cat([image.pixels for image in batch])
+    rows, grids = torch.full_like(expected, 7), torch.zeros(8, 2, dtype=torch.int32)
+    replayed.graphs.model.prepare_encoder_cudagraph_replay_buffers(
+        batch, ReplayBuffers(rows, {"grids": grids})
+    )
+    assert torch.equal(rows, expected)
+    unused = [[0, 0]] * (8 - len(batch))
+    assert grids.tolist() == [[*image.grid_thw[1:]] for image in batch] + unused
 
 
 def test_a_not_a_number_does_not_outlive_its_batch(replayed: VisionEncoder) -> None:

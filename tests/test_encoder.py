@@ -129,6 +129,7 @@ def test_an_images_tokens_do_not_keep_the_memory_of_its_neighbours(
         {"pixels": torch.zeros(255, 768, dtype=torch.uint8)},
         {"pixels": torch.zeros(256, 588, dtype=torch.uint8)},
         {"pixels": torch.zeros(256, 768)},
+        {"pixels": torch.zeros(256, 768, dtype=torch.uint8, device="meta")},
         {"grid_thw": (1, 15, 17)},
         {"grid_thw": (2, 16, 16)},
         {"num_tokens": 65},

@@ -48,7 +48,7 @@ class RecordingPreprocessor(Preprocessor):
         self.checked_in.append(threading.current_thread().name)
         return super().num_tokens(height, width)
 
-    def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+    def __call__(self, rgb: npt.NDArray[np.uint8], *, pin_memory: bool = False) -> Patches:
         self.threads.append(threading.current_thread().name)
         return super().__call__(rgb)
 
@@ -261,7 +261,7 @@ class Ticking(RecordingPreprocessor):
         self.wait()
         return super().num_tokens(height, width)
 
-    def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+    def __call__(self, rgb: npt.NDArray[np.uint8], *, pin_memory: bool = False) -> Patches:
         self.wait()
         return super().__call__(rgb)
 
@@ -430,7 +430,7 @@ def test_work_for_a_caller_who_left_is_not_queued(settings: Settings) -> None:
     class Leaving(RecordingPreprocessor):
         """The caller leaves while the image is decoded."""
 
-        def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+        def __call__(self, rgb: npt.NDArray[np.uint8], *, pin_memory: bool = False) -> Patches:
             exchange.leave()
             assert exchange.over.wait(10)
             return super().__call__(rgb)

@@ -43,7 +43,7 @@ class Counting(Preprocessor):
 
     num_decoded = 0
 
-    def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+    def __call__(self, rgb: npt.NDArray[np.uint8], *, pin_memory: bool = False) -> Patches:
         self.num_decoded += 1
         return super().__call__(rgb)
 
@@ -124,7 +124,7 @@ def test_the_first_broken_image_is_named_in_whatever_order_they_are_decoded(
 
 def test_the_first_broken_image_is_named_where_a_later_one_fails_last(bench: Bench) -> None:
     class Overtaken(Counting):
-        def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+        def __call__(self, rgb: npt.NDArray[np.uint8], *, pin_memory: bool = False) -> Patches:
             if rgb.shape[0] == 32:  # the last image; the broken ones are decoded while it is
                 bench.executor.run()
                 raise RuntimeError("odd")
@@ -191,7 +191,7 @@ def test_tokens_of_a_request_are_counted_before_it_is_admitted(callers: Callers)
 
 def test_an_error_of_our_own_ends_the_request_too(bench: Bench) -> None:
     class Failing(Counting):
-        def __call__(self, rgb: npt.NDArray[np.uint8]) -> Patches:
+        def __call__(self, rgb: npt.NDArray[np.uint8], *, pin_memory: bool = False) -> Patches:
             raise MemoryError
 
     ticket, _ = bench.start(encode_image(), encode_image())

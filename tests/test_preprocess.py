@@ -127,3 +127,20 @@ def test_an_image_that_needs_no_resize_keeps_its_pixels() -> None:
     second_block = patches.pixels[4].unflatten(0, (3, 16, 16)).permute(1, 2, 0)
     assert np.array_equal(second_block.numpy(), rgb[:16, 32:48])
     assert patches.pixels.untyped_storage().data_ptr() != rgb.ctypes.data
+
+
+@pytest.mark.parametrize("size", [(256, 256), (512, 320), (64, 1120)])
+def test_patches_are_cut_block_by_block(size: tuple[int, int]) -> None:
+    rgb = picture(*size)
+    height, width = size
+    patches = Preprocessor(CONFIG)(rgb, pin_memory=False)
+    expected = [
+        rgb[y : y + 16, x : x + 16].transpose(2, 0, 1).ravel()
+        for top in range(0, height, 32)
+        for left in range(0, width, 32)
+        for y in (top, top + 16)
+        for x in (left, left + 16)
+    ]
+    assert np.array_equal(patches.pixels.numpy(), np.stack(expected))
+    assert patches.pixels.is_contiguous()
+    assert torch.equal(Preprocessor(CONFIG)(rgb).pixels, patches.pixels)

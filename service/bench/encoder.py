@@ -180,7 +180,7 @@ def measure(
     rate: float,
 ) -> Row:
     """Runs one side over one workload. Utilisation is measured against `rate`, in operations a second."""
-    batches = workload.images(preprocessor)
+    batches = workload.images(preprocessor, pin_memory=device.type == "cuda")
     for batch in islice(batches, workload.num_warmup):
         side.encode(batch)
         side.wait()

@@ -28,14 +28,18 @@ class Workload:
     num_warmup: int  # batches at the front that are not counted
     timing: Timing  # `device`: batches follow each other; `whole`: each is waited for, host work included
 
-    def images(self, preprocessor: Preprocessor) -> Iterator[list[Patches]]:
-        """Random pixels for each batch; images are views of one array, so that memory stays small."""
+    def images(self, preprocessor: Preprocessor, *, pin_memory: bool = False) -> Iterator[list[Patches]]:
+        """Random pixels for each batch; images are views of one array, so that memory stays small.
+
+        `pin_memory`: as `VisionEncoder.preprocess` makes them for a GPU.
+        """
         config = preprocessor.config
         largest = max(height * width for batch in self.batches for height, width in batch)
         rng = np.random.default_rng(0)
         pixels = torch.from_numpy(
             rng.integers(0, 256, (largest + 4096, 3 * config.patch_size**2), dtype=np.uint8)
         )
+        pixels = pixels.pin_memory() if pin_memory else pixels
         for batch in self.batches:
             starts = rng.integers(0, 4096, len(batch)).tolist()
             yield [

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from models import CudaGraphSettings, VisionEncoder
+from models import CudaGraphSettings, Patches, VisionEncoder
 from models.packing import infer_budgets
+from models.protocol import ReplayBuffers
 from models.weights import Checkpoint
 from tests.checkpoints import reference_tokens, relative_error
 from tests.gpu.images import MIXED, patches
@@ -28,6 +33,16 @@ def graphs(checkpoint: Checkpoint) -> VisionEncoder:
     manager = encoder.graphs
     print(f"{len(manager.graphs)} budgets, {manager.memory_bytes / 2**30:.2f} GiB")  # noqa: T201
     return encoder
+
+
+@pytest.fixture(params=["eager", "graphs"])
+def either(request: pytest.FixtureRequest) -> VisionEncoder:
+    encoder: VisionEncoder = request.getfixturevalue(request.param)
+    return encoder
+
+
+def pinned(images: Sequence[Patches]) -> list[Patches]:
+    return [replace(image, pixels=image.pixels.pin_memory()) for image in images]
 
 
 def test_default_budgets_reach_the_largest_image(graphs: VisionEncoder) -> None:
@@ -105,3 +120,57 @@ def test_a_mixed_batch_comes_back_in_order(eager: VisionEncoder, graphs: VisionE
     images = patches(*MIXED)
     for ours, theirs in zip(graphs.encode(images), eager.encode(images), strict=True):
         assert relative_error(ours, theirs) < 0.05
+
+
+def test_images_are_cut_into_pinned_memory(eager: VisionEncoder) -> None:
+    rgb = np.random.default_rng(0).integers(0, 256, (336, 500, 3), dtype=np.uint8)
+    ours, ordinary = eager.preprocess(rgb), eager.preprocessor(rgb)
+    assert ours.pixels.is_pinned()
+    assert not ordinary.pixels.is_pinned()
+    assert torch.equal(ours.pixels, ordinary.pixels)
+
+
+def test_pinned_and_ordinary_patches_give_the_same_bits(either: VisionEncoder) -> None:
+    images = patches(*MIXED)
+    for ours, theirs in zip(either.encode(pinned(images)), either.encode(images), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_patches_may_be_dropped_once_encode_has_returned(either: VisionEncoder) -> None:
+    batches = [patches(*[(64, 64 + 2 * number)] * 4) for number in range(3)]
+    expected = []
+    for batch in batches:
+        expected.append(torch.cat(either.encode(batch)))
+        torch.cuda.synchronize(GPU)
+    results = []
+    for number in range(50):
+        images = pinned(batches[number % 3])
+        results.append(either.encode(images))
+        del images  # the next ones, which hold something else, may get their memory
+        others = [torch.full((64 * 68, 768), 255, dtype=torch.uint8, pin_memory=True) for _ in range(8)]
+        del others
+    for number, result in enumerate(results):
+        assert torch.equal(torch.cat(result), expected[number % 3]), number
+
+
+def test_a_batch_that_fails_while_it_is_written_leaves_nothing_behind(
+    graphs: VisionEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large, small = patches((128, 128)), patches(*MIXED)
+    before = torch.cat(graphs.encode(small))
+    model, misses = graphs.graphs.model, graphs.graphs.counts.misses
+    write = model.prepare_encoder_cudagraph_replay_buffers
+    faults = [RuntimeError("no luck")]
+
+    def write_or_fail(batch: Sequence[Patches], buffers: ReplayBuffers) -> None:
+        write(batch, buffers)
+        if faults:
+            raise faults.pop()
+
+    monkeypatch.setattr(model, "prepare_encoder_cudagraph_replay_buffers", write_or_fail)
+    for _ in range(3):  # the first one fails and runs eagerly
+        graphs.encode(large)
+    assert misses == {"error": 1}
+    misses.clear()
+    for _ in range(4):  # both slots, twice
+        assert torch.equal(torch.cat(graphs.encode(small)), before)
