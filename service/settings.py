@@ -151,8 +151,8 @@ class Settings(BaseModel):
         ge=0,
         le=64,
         description="processes that speak HTTP and decode images, beside one for each device; 1: one process "
-        "for all, unless there are several GPUs; 0: up to 4 for each GPU, each with 4 cores at least, and 1 on "
-        "a CPU",
+        "for all, unless there are several GPUs; 0: up to 4 for each GPU, each with 4 cores at least, and 1 "
+        "on a CPU",
     )
     allowed_media_domains: Hosts = Field(
         (), description="hosts that image URLs may name, exactly, comma-separated [nothing is fetched]"
