@@ -131,7 +131,7 @@ class EncoderCudaGraphManager(Generic[Batch]):
     # Start
 
     def _start(self) -> None:
-        """Captures every budget and tests it. Devices capture one after the other, and test side by side."""
+        """Captures every budget and tests it. Devices of a process capture in turn, and test side by side."""
         try:
             with _ONE_START:
                 self._capture_all()
