@@ -289,6 +289,8 @@ class EncoderCudaGraphManager(Generic[Batch]):
             part = self._part(batch, (index,), len(num_tokens))
             begin()
             self._run_eagerly(part, (index,), consume, counts, "oversize" if self.graphs else "disabled")
+        if self._shared is not None:
+            self._shared.staging.wait()
         self._count(counts)
         return counts
 

@@ -130,9 +130,9 @@ class VisionEncoder:
     def encode(self, images: Sequence[Patches]) -> list[torch.Tensor]:
         """All tokens of each image: [num_tokens, width] on the encoder's device, in its dtype.
 
-        Returns before a GPU is done, which may still read patches in pinned memory: they may be dropped, but
-        not changed before the results are there. Images of a sub-batch share one storage: clone before
-        `torch.save`. Raises `ValueError` for patches that are not of this model, and what the device raises.
+        Returns before a GPU is done, but not before it has read the patches. Images of a sub-batch share one
+        storage: clone before `torch.save`. Raises `ValueError` for patches that are not of this model, and
+        what the device raises.
         """
         results: dict[int, torch.Tensor] = {}
         storages: list[torch.Tensor] = []

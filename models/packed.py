@@ -109,4 +109,5 @@ class PackedVisionTransformer:
             max_length=max(lengths),
             padded=False,
         )
+        self._uploader.wait()
         return output

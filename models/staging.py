@@ -66,12 +66,19 @@ class Staging(Protocol):
         """Brings what `fill` writes into the first rows of the live buffers, on the current stream."""
         ...
 
+    def wait(self) -> None:
+        """Returns once all that was loaded has been read, and may be changed again."""
+        ...
+
 
 class DirectStaging:
     """For devices whose memory the host writes."""
 
     def load(self, live: Buffers, num_rows: int, fill: Fill) -> None:
         _write(fill, live.input[:num_rows], live.metadata)
+
+    def wait(self) -> None:
+        """It has been read already."""
 
 
 class CudaStaging:
@@ -80,22 +87,26 @@ class CudaStaging:
     def __init__(
         self, config: EncoderCudaGraphConfig, num_rows: int, num_images: int, device: torch.device
     ) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._slots = cycle([_Slot(config, num_rows, num_images, device) for _ in range(2)])
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # which zeroes the slots
+        self._uploads = _Uploads(device)
+        self._slots = cycle(
+            [(_Slot(config, num_rows, num_images, device), torch.cuda.Event(blocking=True)) for _ in range(2)]
+        )
+        self._uploads.stream.wait_stream(torch.cuda.current_stream(device))  # which zeroes the slots
 
     def load(self, live: Buffers, num_rows: int, fill: Fill) -> None:
-        slot = next(self._slots)
+        slot, consumed = next(self._slots)
         # The host waits, asleep, and not the upload stream: a copy from memory that is not pinned would wait
         # for that stream and burn a core meanwhile.
-        slot.consumed.synchronize()
+        consumed.synchronize()
         compute = torch.cuda.current_stream()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._uploads.stream):
             written = slot.write(fill, num_rows)
-            slot.uploaded.record(self._stream)
-        compute.wait_event(slot.uploaded)
+        compute.wait_stream(self._uploads.stream)
         live.copy_(written)
-        slot.consumed.record(compute)
+        consumed.record(compute)
+
+    def wait(self) -> None:
+        self._uploads.wait()
 
 
 class Uploader:
@@ -104,21 +115,38 @@ class Uploader:
     def __init__(self, config: EncoderCudaGraphConfig, device: torch.device) -> None:
         self._config = config
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._uploads = _Uploads(device) if device.type == "cuda" else None
 
     def upload(self, num_rows: int, num_images: int, fill: Fill) -> Buffers:
         """What `fill` writes, for the current stream. On CUDA the copies do not wait for that stream."""
-        if self._stream is None:
+        if self._uploads is None:
             buffers = Buffers.allocate(self._config, num_rows, num_images, self._device)
             _write(fill, buffers.input, buffers.metadata)
             return buffers
         compute = torch.cuda.current_stream(self._device)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._uploads.stream):
             written = _Slot(self._config, num_rows, num_images, self._device).write(fill, num_rows)
-        compute.wait_stream(self._stream)
+        compute.wait_stream(self._uploads.stream)
         for tensor in (written.input, *written.metadata.values()):
             tensor.record_stream(compute)
         return written
+
+    def wait(self) -> None:
+        """Returns once what was uploaded has been read, and may be changed again."""
+        if self._uploads is not None:
+            self._uploads.wait()
+
+
+class _Uploads:
+    """A stream for them, and the wait for its end, asleep."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self._end = torch.cuda.Event(blocking=True)
+
+    def wait(self) -> None:
+        self._end.record(self.stream)
+        self._end.synchronize()
 
 
 class _Slot:
@@ -129,8 +157,6 @@ class _Slot:
     ) -> None:
         self._device = Buffers.allocate(config, num_rows, num_images, device)
         self._host = _metadata(config, num_images, torch.device("cpu"), pinned=True)
-        self.uploaded = torch.cuda.Event()
-        self.consumed = torch.cuda.Event(blocking=True)  # the host sleeps for it
 
     def write(self, fill: Fill, num_rows: int) -> Buffers:
         """Views of what was written, on the current stream.

@@ -90,6 +90,7 @@ def create_app(
         model_name=settings.served_name,
         version=own_version,
         reserved=together.reserved_tokens,
+        owns_devices=together.owns_devices,
     )
     budget = ByteBudget(settings.max_inflight_bytes, together.held_bytes)
     counters.watch_queue(engine.batcher, budget)

@@ -49,7 +49,9 @@ class Engine:
         model_name: str,
         version: str,
         reserved: Tally | None = None,
+        owns_devices: bool = True,
     ) -> None:
+        """`owns_devices`: no other process does, which watches them and speaks of their loss."""
         self.batcher = Batcher(
             limits, observe=metrics.observe_batch, on_lost=self._lose_device, reserved=reserved
         )
@@ -57,6 +59,7 @@ class Engine:
         self._metrics = metrics
         self._model_name = model_name
         self._version = version
+        self._owns_devices = owns_devices
         self._group: HasReplicas | None = None
         self._encoder: LoadedEncoder | None = None
         self._lock = threading.Lock()  # of `state` and `_loading`, which the replicas' threads change too
@@ -192,7 +195,8 @@ class Engine:
         """One lost device ends the process, once the others have finished what was admitted."""
         self._metrics.set_device_up(error.device, False)
         self._fail()
-        logger.critical("%s", error)
+        if self._owns_devices:
+            logger.critical("%s", error)
 
     async def watch(self, timeout_s: float) -> None:
         """Gives devices up that have work and finish nothing for so long. Runs until it is cancelled."""

@@ -54,9 +54,11 @@ class ThreadAsProcess:
 
     pid = 0
 
-    def __init__(self, line: Link, group: ReplicaGroup) -> None:
+    def __init__(self, line: Link, group: ReplicaGroup, is_deaf: bool) -> None:
+        """`is_deaf`: it does not end with the line."""
         self._line = Link.of_file(os.dup(line.fileno()))  # the supervisor closes its own
         self._replicas = {replica.name: replica for replica in group.replicas}
+        self._is_deaf = is_deaf
         self._ended = threading.Event()
         self._code = 0
         self._closed = asyncio.Event()
@@ -78,7 +80,7 @@ class ThreadAsProcess:
 
     def _run(self) -> None:
         setup, files = self._line.receive()
-        line = Line(self._line, on_gone=self._end)
+        line = Line(self._line, on_gone=self._on_gone)
         device = Device(setup, files, line, lambda settings, name: self._replicas[name])
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve(device))
@@ -94,6 +96,10 @@ class ThreadAsProcess:
         self._line.close()
         self._ended.set()
         await self._closed.wait()
+
+    def _on_gone(self) -> None:
+        if not self._is_deaf:
+            self._end()
 
     def _end(self) -> None:
         self._loop.call_soon_threadsafe(self._running.cancel)

@@ -30,7 +30,7 @@ class Supervised:
         listener = listen("127.0.0.1", 0)
         self.url = address(listener)
         self.port: int = listener.getsockname()[1]
-        self._supervisor = Supervisor(settings, listener, num_servers, spawn_device)
+        self._supervisor = Supervisor(settings, listener, num_servers, spawn_device, device_end_s=0.5)
         self._threads = ThreadPoolExecutor(16)
 
     @property
@@ -41,6 +41,11 @@ class Supervised:
     @property
     def device_processes(self) -> list[int]:
         return [device.process.pid for device in self._supervisor._devices.values()]
+
+    @property
+    def are_idle(self) -> list[int]:
+        """Of each device whether others may take it for idle."""
+        return [*self._supervisor._idleness.buffer]
 
     def kill_device(self, name: str) -> None:
         self._supervisor._devices[name].process.kill()

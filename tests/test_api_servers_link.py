@@ -142,6 +142,18 @@ def test_an_end_that_was_not_read_to_its_end_is_an_end_as_any_other(ends: tuple[
         ours.receive()
 
 
+def test_what_was_sent_before_an_end_that_was_not_read_to_its_end_still_arrives(
+    ends: tuple[Link, Link],
+) -> None:
+    ours, theirs = ends
+    ours.send("a question")
+    theirs.send("last words")
+    theirs.socket.close()
+    assert ours.receive() == ("last words", [])
+    with pytest.raises(EOFError):
+        ours.receive()
+
+
 def test_files_that_nobody_took_are_gone_with_the_line() -> None:
     before = open_files()
     ours, theirs = Link.pair()

@@ -177,3 +177,15 @@ def test_one_that_cannot_say_its_own_ends_the_round(run: Run) -> None:
         assert server.members[1].num_asked == 2
 
     run(scenario())
+
+
+def test_one_that_is_not_up_yet_is_not_asked(run: Run) -> None:
+    async def scenario() -> None:
+        server = Server(1, 20)
+        server.members[1].is_up = False
+        server.ask(0)
+        server.answer(0)
+        assert server.members[0].answers == [{"things_total": 1, "waiting": 1}]
+        assert server.members[1].num_asked == 0
+
+    run(scenario())

@@ -44,6 +44,7 @@ def start() -> Iterator[Start]:
         *encoders: FakeEncoder,
         num_servers: int = 2,
         load: Callable[[], object] = lambda: None,
+        is_deaf: bool = False,
         **changes: object,
     ) -> Supervised:
         """Without encoders the devices are processes, too, with the demo model."""
@@ -54,7 +55,7 @@ def start() -> Iterator[Start]:
             groups.append(group)
 
             def spawn_device(module: str, line: Link) -> Process:
-                devices.append(ThreadAsProcess(line, group))
+                devices.append(ThreadAsProcess(line, group, is_deaf))
                 return devices[-1]
 
         running.append(Supervised(settings, num_servers, spawn_device if encoders else spawn))
@@ -193,10 +194,9 @@ def test_a_device_that_fails_under_load_is_told_to_all_api_servers_and_ends_the_
         assert (answer.status, answer.code) in ((200, None), (503, "device_failed"))
         assert answer.status == 503 or answer.embeddings == embeddings_of(level)
     assert {answer.status for answer in answers} == {200, 503}
-    log = capfd.readouterr().err
-    [said] = [line for line in log.splitlines() if "CRITICAL" in line]
-    assert "service.engine: device cpu is lost: illegal memory access" in said
-    assert not [record for record in caplog.records if record.levelname == "CRITICAL"]
+    [record] = [record for record in caplog.records if record.levelname == "CRITICAL"]
+    assert record.getMessage() == "device cpu is lost: illegal memory access"
+    assert "CRITICAL" not in capfd.readouterr().err
 
 
 def test_the_end_of_a_devices_process_fails_its_requests_and_disturbs_no_others(
@@ -237,12 +237,11 @@ def test_the_end_of_a_devices_process_fails_its_requests_and_disturbs_no_others(
     for level in {*range(8)} - {*lost}:
         assert (answers[level].status, answers[level].embeddings) == (200, embeddings_of(level))
     assert {answers[level].code for level in lost} == {"device_failed"}
-    log = capfd.readouterr().err
-    [said] = [line for line in log.splitlines() if "CRITICAL" in line]
-    assert "service.engine: device cpu:1 is lost: " in said
-    assert "Traceback" not in log
     [record] = [record for record in caplog.records if record.levelname == "CRITICAL"]
-    assert record.getMessage() == "the process of cpu:1 ended with -9; the server must be restarted"
+    assert record.getMessage() == "device cpu:1 is lost: its process ended with -9"
+    log = capfd.readouterr().err
+    assert "CRITICAL" not in log
+    assert "Traceback" not in log
 
 
 def test_a_devices_process_that_ends_while_it_loads_is_one_line(
@@ -257,26 +256,56 @@ def test_a_devices_process_that_ends_while_it_loads_is_one_line(
     assert company.run(scenario) == 1
     gate.set()
     [line] = capfd.readouterr().err.splitlines()
-    message = "cannot load model demo: the process of cpu ended with -9"
+    message = "cannot load model demo: device cpu cannot load it: its process ended with -9"
     assert line.endswith(f"ERROR service.engine: {message}")
 
 
+def test_a_model_that_one_device_cannot_load_is_said_while_another_loads(
+    start: Start, gate: threading.Event, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def load() -> None:
+        if "cpu:0" in threading.current_thread().name:
+            raise ModelError("there are no weights")
+        gate.wait(60)
+
+    company = start(*(CopyingEncoder() for _ in range(2)), num_servers=1, load=load, log_level="error")
+    assert company.run(lambda: None) == 1
+    gate.set()
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.endswith("ERROR service.engine: cannot load model demo: there are no weights")
+
+
+def test_a_devices_process_that_does_not_end_is_killed(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    company = start(CopyingEncoder(), num_servers=1, is_deaf=True)
+
+    def scenario() -> None:
+        company.wait_until_ready()
+        company.signal(signal.SIGTERM)
+
+    assert company.run(scenario) == 0
+    [record] = [record for record in caplog.records if record.levelno > logging.INFO]
+    assert record.getMessage() == "the process of cpu does not end, and is killed"
+
+
 def test_a_devices_process_that_does_not_answer_any_more_is_the_loss_of_the_device(
-    start: Start, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     company = start(num_servers=1, device_timeout_s=1.0)
 
     def scenario() -> None:
         company.wait_until_ready()
+        assert company.are_idle == [1]
         os.kill(company.device_processes[0], signal.SIGSTOP)
 
     assert company.run(scenario) == 1
+    assert company.are_idle == [0]
     said = [record.getMessage() for record in caplog.records if record.levelname == "CRITICAL"]
     assert said == [
         "the process of cpu has not answered for 1 s",
-        "the process of cpu ended with -9; the server must be restarted",
+        "device cpu is lost: its process ended with -9",
     ]
-    assert "device cpu is lost: " in capfd.readouterr().err
     assert company.exit_codes == [1]
 
 

@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import NoReturn
 
@@ -60,11 +61,12 @@ class Device:
         self._clients = [
             ServerLines(batches, results) for batches, results in zip(links[::2], links[1::2], strict=True)
         ]
+        self._is_lost = False
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
 
     async def run(self) -> None:
-        """Until the process ends. Raises `ConnectionError` where there is no supervisor."""
+        """Until the process ends. Raises `OSError` where the supervisor cannot be told anything."""
         self._loop = asyncio.get_running_loop()
         self._line.listen(self._obey)
         dispatcher = Dispatcher(
@@ -85,7 +87,8 @@ class Device:
 
     def _obey(self, message: object, files: Sequence[int]) -> None:
         assert isinstance(message, Scrape), f"unknown order {message!r}"
-        self._line.tell(Scraped(list(self._registry.collect())))
+        with suppress(OSError):  # who waits for it does not wait for long
+            self._line.tell(Scraped(list(self._registry.collect())))
 
     def _on_loaded(self, ready: Future[VisionEncoder]) -> None:
         error = ready.exception()
@@ -103,12 +106,12 @@ class Device:
             for client in self._clients:
                 client.memory = SharedMemory.create(num_bytes)
                 memories.append(client.memory)
+            self._line.tell(DeviceLoaded(encoder, num_bytes), [memory.file for memory in memories])
         except OSError as error:
             self._line.tell(DeviceLoaded(Fault.of(ModelError(f"no shared memory for batches: {error}"))))
-        else:
-            self._line.tell(DeviceLoaded(encoder, num_bytes), [memory.file for memory in memories])
-        for memory in memories:
-            memory.close_file()
+        finally:
+            for memory in memories:
+                memory.close_file()
 
     def _batch_bytes(self, encoder: EncoderFacts) -> int:
         """Of the largest batch: a full one or one large image. What is not written is no memory yet.
@@ -133,9 +136,10 @@ class Device:
                 self._lose(stuck(self._setup.device, timeout_s))
 
     def _lose(self, error: DeviceError) -> None:
-        if not self._idleness.is_retired:
+        if not self._is_lost:
             self._idleness.retire()
             self._line.tell(Lost(self._setup.device, Fault.of(error)))
+            self._is_lost = True
 
 
 def main(file: int, load: Callable[[Settings, str], Replica] = load_replica) -> NoReturn:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from service.api_servers.link import Link
 from service.api_servers.messages import Ping, Pong
@@ -34,17 +35,22 @@ class Line:
 
     def _read(self) -> None:
         try:
-            while True:
-                message, files = self._link.receive()
+            while (received := self._receive()) is not None:
+                message, files = received
                 if isinstance(message, Ping):
                     self.tell(Pong())
                 else:
                     self._obey(message, files)
-        except BlockingIOError:
-            return
         except EOFError:
             asyncio.get_running_loop().remove_reader(self._link.fileno())
             self._on_gone()
         except Exception:
             logger.critical("cannot do what the supervisor says", exc_info=True)
             os._exit(1)
+
+    def _receive(self) -> tuple[Any, list[int]] | None:
+        """None: there is no more for now."""
+        try:
+            return self._link.receive()
+        except BlockingIOError:
+            return None

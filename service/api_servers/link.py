@@ -71,10 +71,7 @@ class Link:
         it does not wait.
         """
         try:
-            # Not `recv_fds`, which passes no flags on in Python 3.11.
-            data, ancillary, _, _ = self.socket.recvmsg(
-                _MAX_INLINE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-            )
+            data, ancillary = self._receive()
         except OSError as error:
             is_closed = self.socket.fileno() < 0  # by another thread of ours
             if not is_closed and not isinstance(error, ConnectionError):
@@ -92,6 +89,14 @@ class Link:
                     os.close(file)
                 raise
         return message, files
+
+    def _receive(self) -> tuple[bytes, list[tuple[int, int, bytes]]]:
+        # Not `recv_fds`, which passes no flags on in Python 3.11.
+        arguments = _MAX_INLINE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+        try:
+            return self.socket.recvmsg(*arguments)[:2]
+        except ConnectionResetError:  # said once, before what the other end had sent; none after it
+            return self.socket.recvmsg(*arguments)[:2]
 
     def close(self) -> None:
         """Ends the line, also for a thread that waits for a message."""

@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from models import ModelError
 from service.api_servers.link import Link
 from service.api_servers.memory import SharedMemory
-from service.api_servers.messages import STOP_SIGNALS, DeviceLoaded, DeviceSetup, Setup
+from service.api_servers.messages import STOP_SIGNALS, DeviceLoaded, DeviceSetup, Fault, Setup
 
 _COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import main; main({file})"
 _RESPONSIVE_S = 2.0
@@ -150,6 +151,13 @@ class DeviceMember(Member):
             for end in ends:
                 end.socket.close()
         return cls(name=f"the process of {setup.device}", process=process, line=line, device=setup.device)
+
+    def take_loaded(self, loaded: DeviceLoaded, files: Sequence[int], num_servers: int) -> None:
+        """What it has said of its model. Files are missing where this process may have no more."""
+        self.memories = [*files]
+        is_complete = isinstance(loaded.encoder, Fault) or len(files) == num_servers
+        error = ModelError("no files for the memory of batches; raise the limit on open files")
+        self.loaded = loaded if is_complete else DeviceLoaded(Fault.of(error))
 
     def close_memories(self) -> None:
         """Once the API servers have them."""

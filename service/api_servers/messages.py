@@ -13,7 +13,7 @@ from prometheus_client import Metric
 from models import BatchStats, DeviceError, ModelError, OutputSpec, Preprocessor, VisionEncoder
 from service.settings import Settings
 
-# What a process is told to stop with from outside. Those of an API server are the supervisor's concern.
+# What a process is told to stop with from outside. What they mean for the others is the supervisor's concern.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 # About batches, between an API server and one device

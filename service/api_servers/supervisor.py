@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import torch
@@ -51,7 +52,7 @@ logger = logging.getLogger(__name__)
 _SERVERS_PER_GPU = 4
 _THREADS_PER_SERVER = 4
 _LAST_WORDS_S = 10.0  # beyond its grace, for an API server that was told to stop
-_DEVICE_END_S = 10.0  # for a device's process once it is not needed any more
+_DEVICE_END_S = 5.0  # for a device's process once it is not needed any more
 
 
 def count_servers(
@@ -78,11 +79,13 @@ class Supervisor:
         listener: socket.socket,
         num_servers: int,
         spawn_device: Spawn = spawn,
+        device_end_s: float = _DEVICE_END_S,
     ) -> None:
         self._settings = settings
         self._listener = listener
         self._num_servers = num_servers
         self._spawn_device = spawn_device
+        self._device_end_s = device_end_s
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._servers: list[ServerMember] = []
@@ -110,7 +113,7 @@ class Supervisor:
             logger.error("cannot load model %s: %s", self._settings.served_name, error)
             return 1
         except OSError as error:
-            logger.error("cannot start %d API servers: %s", self._num_servers, error)
+            logger.error("cannot start the processes of the server: %s", error)
             self._kill()
             return 1
         self._reception = Reception(self._listener, self._servers)
@@ -151,13 +154,18 @@ class Supervisor:
 
     def _wait_for_exit(self, member: Member) -> None:
         code = member.process.wait()
-        self._loop.call_soon_threadsafe(self._on_exit, member, code)
+        with suppress(RuntimeError):  # nobody waits for it any more
+            self._loop.call_soon_threadsafe(self._on_exit, member, code)
 
     def _tell_if_loaded(self) -> None:
-        """Once all devices are loaded and all API servers are there, so that all are ready at once."""
+        """Once all devices are loaded, or one cannot be, and all API servers are there.
+
+        So all are ready at once.
+        """
         devices = {name: device.loaded for name, device in self._devices.items() if device.loaded is not None}
-        is_loaded = len(devices) == len(self._devices)
-        if self._has_told or not is_loaded or not all(server.is_up for server in self._servers):
+        has_failed = any(isinstance(loaded.encoder, Fault) for loaded in devices.values())
+        is_decided = has_failed or len(devices) == len(self._devices)
+        if self._has_told or not is_decided or not all(server.is_up for server in self._servers):
             return
         self._has_told = True
         holders = [device for device in self._devices.values() if device.memories]
@@ -165,7 +173,7 @@ class Supervisor:
             self._tell(server, Loaded(devices), [device.memories[server.index] for device in holders])
         for device in holders:
             device.close_memories()
-        if any(isinstance(loaded.encoder, Fault) for loaded in devices.values()):
+        if has_failed:
             self._fail()
 
     # Messages
@@ -188,7 +196,7 @@ class Supervisor:
                 self._tell_if_loaded()
             case DeviceMember(), DeviceLoaded():
                 member.is_up = True
-                member.loaded, member.memories = message, [*files]
+                member.take_loaded(message, files, len(self._servers))
                 self._tell_if_loaded()
             case DeviceMember(), Lost(device, fault):
                 self._lose(device, fault)
@@ -281,12 +289,13 @@ class Supervisor:
         """Before its time, with its device."""
         if not self._needs_devices:
             return
-        error = f"{device.name} ended with {code}"
+        error = f"its process ended with {code}"
         if device.loaded is None:
-            device.loaded = DeviceLoaded(Fault.of(ModelError(error)))
+            device.loaded = DeviceLoaded(
+                Fault.of(ModelError(f"device {device.device} cannot load it: {error}"))
+            )
             self._tell_if_loaded()
-        elif device.device not in self._lost:
-            logger.critical("%s; the server must be restarted", error)
+        else:
             self._lose(device.device, Fault.of(DeviceError(device.device, ChildProcessError(error))))
 
     def _release_devices(self) -> None:
@@ -296,10 +305,13 @@ class Supervisor:
             device.is_up = False
             self._loop.remove_reader(device.line.fileno())
             device.line.close()
-        self._loop.call_later(_DEVICE_END_S, self._give_up)
+        self._loop.call_later(self._device_end_s, self._give_up)
 
     def _give_up(self) -> None:
         """A process may hang in a driver, where nothing ends it."""
+        for member in self._members:
+            if member.is_running:
+                logger.warning("%s does not end, and is killed", member.name)
         self._kill()
         self._ended.set()
 
@@ -330,6 +342,7 @@ class Supervisor:
     def _lose(self, device: str, fault: Fault) -> None:
         if device not in self._lost:
             self._lost.add(device)
+            logger.critical("%s", fault.device_error())
             SharedIdleness(self._idleness, [*self._devices].index(device)).retire()
             self._tell_servers(Lost(device, fault))
             self._fail()

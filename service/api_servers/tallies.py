@@ -41,15 +41,15 @@ class SharedIdleness:
     def __init__(self, memory: SharedMemory, index: int) -> None:
         self._idle = memory.buffer
         self._index = index
-        self.is_retired = False
+        self._is_retired = False
 
     def set(self, is_idle: bool) -> None:
         """Whether this one could take work now."""
-        self._idle[self._index] = is_idle and not self.is_retired
+        self._idle[self._index] = is_idle and not self._is_retired
 
     def retire(self) -> None:
         """It takes no work any more."""
-        self.is_retired = True
+        self._is_retired = True
         self.set(False)
 
     def count_others(self) -> int:
