@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -19,11 +18,11 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from models import MAX_ASPECT_RATIO, DeviceError, ModelError, Replica, VisionEncoder
 from service.api_servers.dispatcher import Dispatcher, ServerLines
+from service.api_servers.joining import join
 from service.api_servers.line import Line
 from service.api_servers.link import Link
 from service.api_servers.memory import SharedMemory
 from service.api_servers.messages import (
-    STOP_SIGNALS,
     DeviceLoaded,
     DeviceSetup,
     EncoderFacts,
@@ -34,7 +33,6 @@ from service.api_servers.messages import (
 )
 from service.api_servers.tallies import SharedIdleness
 from service.engine import keep_what_is_loaded, stuck
-from service.logs import configure_logging
 from service.replicas import load_replica
 from service.settings import Settings
 
@@ -144,13 +142,7 @@ class Device:
 
 def main(file: int, load: Callable[[Settings, str], Replica] = load_replica) -> NoReturn:
     """Serves until the supervisor ends the line to it, which is in that file."""
-    for number in STOP_SIGNALS:  # held back by the supervisor, whose concern they are
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    link = Link.of_file(file)
-    setup, files = link.receive()
-    assert isinstance(setup, DeviceSetup), f"not a set-up: {setup!r}"
-    configure_logging(setup.settings.log_level, setup.settings.log_format)
+    setup, files, link = join(file, DeviceSetup)
     device = Device(setup, files, Line(link, on_gone=partial(os._exit, 0)), load)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(device.run())

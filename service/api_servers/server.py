@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -21,11 +20,11 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Metric
 
 from service.api_servers.gathering import Gathering
+from service.api_servers.joining import join
 from service.api_servers.line import Line
 from service.api_servers.link import Link
 from service.api_servers.memory import SharedMemory
 from service.api_servers.messages import (
-    STOP_SIGNALS,
     DeviceLoaded,
     Farewell,
     Fault,
@@ -44,7 +43,6 @@ from service.api_servers.tallies import shared_tallies
 from service.app import Together, create_app
 from service.engine import Engine, keep_what_is_loaded
 from service.files import max_connections
-from service.logs import configure_logging
 from service.server import Server, finish, trust_own_limits
 from service.settings import Settings
 
@@ -201,15 +199,9 @@ class ApiServer(Server):
 
 
 def main(file: int) -> NoReturn:
-    """Serves until the supervisor says that it is enough. `file` is the line to it."""
-    for number in STOP_SIGNALS:  # held back by the supervisor; until there is a handler
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    link = Link.of_file(file)
-    setup, files = link.receive()
-    assert isinstance(setup, Setup), f"not a set-up: {setup!r}"
+    """Serves until the supervisor says that it is enough. The line to it is in that file."""
+    setup, files, link = join(file, Setup)
     settings = setup.settings
-    configure_logging(settings.log_level, settings.log_format)
     if setup.index:
         for name in _SPOKEN_BY_FIRST:
             logging.getLogger(name).disabled = True

@@ -1,0 +1,27 @@
+"""How a process begins that the supervisor has started."""
+
+from __future__ import annotations
+
+import signal
+from typing import TypeVar
+
+from service.api_servers.link import Link
+from service.api_servers.messages import STOP_SIGNALS, DeviceSetup, Setup
+from service.logs import configure_logging
+
+S = TypeVar("S", Setup, DeviceSetup)
+
+
+def join(file: int, kind: type[S]) -> tuple[S, list[int], Link]:
+    """Its set-up, the files that came with it, and the line to the supervisor, which is in that file.
+
+    Signals to stop have no effect from now on: the supervisor has held them back until here.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    link = Link.of_file(file)
+    setup, files = link.receive()
+    assert isinstance(setup, kind), f"not a set-up: {setup!r}"
+    configure_logging(setup.settings.log_level, setup.settings.log_format)
+    return setup, files, link
