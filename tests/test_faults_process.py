@@ -182,7 +182,7 @@ def test_a_delayed_end_refuses_no_one_before_it_is_time(
 
 def test_a_device_that_finishes_nothing_holds_no_one_and_ends_the_process_with_1(start: Start) -> None:
     environ = {"OMP_NUM_THREADS": "1"}  # slow on every machine
-    process = start("--request-timeout-s", "1", "--device-timeout-s", "3", environ=environ)
+    process = start("--request-timeout-s", "2", "--device-timeout-s", "3", environ=environ)
     port = port_of(process)
 
     async def everyone() -> list[Answer]:
