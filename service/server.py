@@ -45,7 +45,7 @@ class Server(uvicorn.Server):
         protocol = partial(
             Protocol,
             header_timeout_s=settings.body_timeout_s,
-            is_draining=lambda: self._leaves_at is not None,
+            is_draining=lambda: self._told_to_stop or self._engine.state is State.FAILED,
             count_refusal=self._count_refusal,
         )
         super().__init__(
@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
         self._speaks = speaks
         self._delay_s = settings.shutdown_delay_s
         self._grace_s = settings.shutdown_grace_s
-        self._told_to_stop = False
+        self._told_to_stop: bool = False
         self._leaves_at: float | None = None  # newcomers are refused from then on, once told to stop
         self._deadline: float | None = None  # of the drain, once it began; time.monotonic()
 

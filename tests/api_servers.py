@@ -59,6 +59,8 @@ class ThreadAsProcess:
         self._line = Link.of_file(os.dup(line.fileno()))  # the supervisor closes its own
         self._replicas = {replica.name: replica for replica in group.replicas}
         self._is_deaf = is_deaf
+        self.hangs = False
+        self._hung = threading.Event()
         self._ended = threading.Event()
         self._code = 0
         self._closed = asyncio.Event()
@@ -70,7 +72,18 @@ class ThreadAsProcess:
         return self._code
 
     def kill(self) -> None:
-        self._code = -signal.SIGKILL
+        if not self.hangs:
+            self._code = -signal.SIGKILL
+            self._end()
+
+    def hang(self) -> None:
+        """As in a driver, where no signal has an effect, until the test ends it."""
+        self.hangs = True
+        self._loop.call_soon_threadsafe(self._hung.wait)
+
+    def end(self) -> None:
+        """Whatever it hangs in."""
+        self._hung.set()
         self._end()
 
     def close(self) -> None:

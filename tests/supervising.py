@@ -16,7 +16,7 @@ import httpx
 import uvloop
 
 from service.__main__ import address, listen
-from service.api_servers.members import Spawn
+from service.api_servers.members import Process, Spawn
 from service.api_servers.supervisor import Supervisor
 from service.settings import Settings
 from tests.serving import eventually, request_of
@@ -47,8 +47,8 @@ class Supervised:
         """Of each device whether others may take it for idle."""
         return [*self._supervisor._idleness.buffer]
 
-    def kill_device(self, name: str) -> None:
-        self._supervisor._devices[name].process.kill()
+    def device(self, name: str) -> Process:
+        return self._supervisor._devices[name].process
 
     def run(self, scenario: Callable[[], None]) -> int:
         """Runs to the end, and the scenario meanwhile in another thread. Returns the exit code."""

@@ -182,6 +182,7 @@ def test_a_stuck_device_is_told_to_callers_and_probes_and_ends_the_server(
     waiting = [server.embed_later() for _ in range(5)]  # on the device, and behind it
     for answer in waiting:
         assert failed_code(answer()) == (503, "device_failed")
+        assert answer().headers["connection"] == "close"  # or the next request would come to nobody
     for path in ("/healthz", "/readyz"):
         assert failed_code(server.client.get(path)) == (503, "device_failed")
     assert failed_code(server.embed()) == (503, "device_failed")

@@ -73,7 +73,7 @@ class Device:
         try:
             replica = self._load(self._setup.settings, self._setup.device)
         except ModelError as error:
-            self._line.tell(DeviceLoaded(Fault.of(error)))
+            self._tell(DeviceLoaded(Fault.of(error)))
         else:
             replica.ready.add_done_callback(partial(self._from_thread, self._on_loaded))
             serving = replica.serve(dispatcher)
@@ -82,6 +82,10 @@ class Device:
 
     def _from_thread(self, function: Callable[..., None], *args: object) -> None:
         self._loop.call_soon_threadsafe(function, *args)
+
+    def _tell(self, message: object, files: Sequence[int] = ()) -> None:
+        with suppress(ConnectionError):  # the supervisor has ended, or does not need this process any more
+            self._line.tell(message, files)
 
     def _obey(self, message: object, files: Sequence[int]) -> None:
         assert isinstance(message, Scrape), f"unknown order {message!r}"
@@ -94,7 +98,7 @@ class Device:
             keep_what_is_loaded()
             self._tell_loaded(EncoderFacts.of(ready.result()))
         else:
-            self._line.tell(DeviceLoaded(Fault.of(error)))
+            self._tell(DeviceLoaded(Fault.of(error)))
 
     def _tell_loaded(self, encoder: EncoderFacts) -> None:
         """With memory for the patches of a batch of each API server."""
@@ -104,9 +108,9 @@ class Device:
             for client in self._clients:
                 client.memory = SharedMemory.create(num_bytes)
                 memories.append(client.memory)
-            self._line.tell(DeviceLoaded(encoder, num_bytes), [memory.file for memory in memories])
+            self._tell(DeviceLoaded(encoder, num_bytes), [memory.file for memory in memories])
         except OSError as error:
-            self._line.tell(DeviceLoaded(Fault.of(ModelError(f"no shared memory for batches: {error}"))))
+            self._tell(DeviceLoaded(Fault.of(ModelError(f"no shared memory for batches: {error}"))))
         finally:
             for memory in memories:
                 memory.close_file()
@@ -136,7 +140,7 @@ class Device:
     def _lose(self, error: DeviceError) -> None:
         if not self._is_lost:
             self._idleness.retire()
-            self._line.tell(Lost(self._setup.device, Fault.of(error)))
+            self._tell(Lost(self._setup.device, Fault.of(error)))
             self._is_lost = True
 
 

@@ -41,7 +41,7 @@ class Line:
                     self.tell(Pong())
                 else:
                     self._obey(message, files)
-        except EOFError:
+        except (EOFError, ConnectionError):
             asyncio.get_running_loop().remove_reader(self._link.fileno())
             self._on_gone()
         except Exception:

@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import suppress
 from types import FrameType
 from typing import NoReturn, cast
 
@@ -111,7 +111,8 @@ class ApiServer(Server):
         if self._opening:
             await asyncio.wait(self._opening)
         await super().shutdown(sockets)
-        self._line.tell(Farewell(self._own_metrics()))
+        with suppress(OSError):  # the process has no file for them
+            self._line.tell(Farewell(self._own_metrics()))
 
     def _obey(self, message: object, files: Sequence[int]) -> None:
         match message:
@@ -208,7 +209,7 @@ def main(file: int) -> NoReturn:
     trust_own_limits()
     torch.set_num_threads(1)  # each image is resized in a thread of its own
     connections, tallies, *rest = files
-    line = Line(link, on_gone=partial(os._exit, 1))
+    line = Line(link, on_gone=_end)
     gathering = Gathering(line.tell)
     registry = CollectorRegistry()
     replicas = _replicas(setup, rest)
@@ -234,6 +235,11 @@ def main(file: int) -> NoReturn:
     server.run()
     engine: Engine = app.state.engine
     finish(engine)
+
+
+def _end() -> NoReturn:
+    logger.critical("the supervisor has ended, and so does this API server")
+    os._exit(1)
 
 
 def _replicas(setup: Setup, files: Sequence[int]) -> RemoteReplicas:

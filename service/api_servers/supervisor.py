@@ -105,6 +105,7 @@ class Supervisor:
         self._ended = asyncio.Event()
         for number in STOP_SIGNALS:
             self._loop.add_signal_handler(number, self._on_signal, number)
+        self._reception = Reception(self._listener, self._servers)
         try:
             devices = tuple(replica_devices(self._settings.device, self._settings.data_parallel_size))
             self._start_servers(devices)
@@ -116,7 +117,6 @@ class Supervisor:
             logger.error("cannot start the processes of the server: %s", error)
             self._kill()
             return 1
-        self._reception = Reception(self._listener, self._servers)
         watching = asyncio.create_task(self._watch(self._settings.device_timeout_s))
         watching.add_done_callback(self._on_watch_ended)
         await self._ended.wait()
@@ -250,6 +250,7 @@ class Supervisor:
         self._tell_servers(Stop())
         seconds = self._settings.shutdown_delay_s + self._settings.shutdown_grace_s + _LAST_WORDS_S
         self._loop.call_later(seconds, self._kill)
+        self._loop.call_later(seconds + self._device_end_s, self._give_up)
 
     def _kill(self) -> None:
         for member in self._members:
@@ -330,8 +331,18 @@ class Supervisor:
             member.pinged_at = time.monotonic()
             self._tell(member, Ping())
         elif member.silent_s > timeout_s:
-            logger.critical("%s has not answered for %g s", member.name, timeout_s)
-            member.process.kill()
+            member.is_up = False  # it is asked nothing any more
+            member.process.kill()  # which may be in vain, in a driver
+            self._on_silent(member, f"has not answered for {timeout_s:g} s")
+
+    def _on_silent(self, member: Member, message: str) -> None:
+        match member:
+            case DeviceMember(device=device):
+                error = DeviceError(device, TimeoutError(f"its process {message}"))
+                self._lose(device, Fault.of(error))
+            case _:
+                logger.critical("%s %s; the server must be restarted", member.name, message)
+                self._fail()
 
     def _on_watch_ended(self, watching: asyncio.Task[None]) -> None:
         error = None if watching.cancelled() else watching.exception()
