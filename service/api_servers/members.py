@@ -154,10 +154,11 @@ class DeviceMember(Member):
 
     def take_loaded(self, loaded: DeviceLoaded, files: Sequence[int], num_servers: int) -> None:
         """What it has said of its model. Files are missing where this process may have no more."""
-        self.memories = [*files]
-        is_complete = isinstance(loaded.encoder, Fault) or len(files) == num_servers
-        error = ModelError("no files for the memory of batches; raise the limit on open files")
-        self.loaded = loaded if is_complete else DeviceLoaded(Fault.of(error))
+        self.loaded, self.memories = loaded, [*files]
+        if not isinstance(loaded.encoder, Fault) and len(files) < num_servers:
+            error = ModelError("no files for the memory of batches; raise the limit on open files")
+            self.loaded = DeviceLoaded(Fault.of(error))
+            self.close_memories()
 
     def close_memories(self) -> None:
         """Once the API servers have them."""
