@@ -106,7 +106,7 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
-        lifespan=partial(_lifespan, settings, engine, (decoders, writers), fetcher, together),
+        lifespan=partial(_lifespan, settings, engine, (decoders, writers), fetcher),
     )
     app.state.engine = engine
     app.state.metrics = counters
@@ -145,20 +145,16 @@ async def _lifespan(
     engine: Engine,
     executors: Sequence[ThreadPoolExecutor],
     fetcher: Fetcher,
-    together: Together,
     app: FastAPI,
 ) -> AsyncIterator[None]:
     if settings.is_demo:
         logger.warning("model demo: the weights are random, so the embeddings mean nothing")
     engine.start()
-    watching = []
-    if together.owns_devices:
-        watching.append(asyncio.create_task(engine.watch(settings.device_timeout_s)))
-        watching[0].add_done_callback(engine.on_watch_ended)
+    watching = asyncio.create_task(engine.watch(settings.device_timeout_s))
+    watching.add_done_callback(engine.on_watch_ended)
     yield
-    for task in watching:
-        task.cancel()
-    await asyncio.gather(*watching, return_exceptions=True)
+    watching.cancel()
+    await asyncio.wait([watching])
     engine.drain()
     await fetcher.aclose()
     if not engine.close():

@@ -186,10 +186,9 @@ class Engine:
             self.num_admitted -= 1
 
     def _on_served(self, replica: ServingReplica, serving: Future[None]) -> None:
-        """A thread that takes no batches any more, and was not told to end, has lost its device."""
-        error = serving.exception()
-        if error is not None and replica.ready.exception() is None:
-            self.batcher.lose(replica.name, DeviceError(replica.name, error))
+        error = ended_early(replica, serving)
+        if error is not None:
+            self.batcher.lose(replica.name, error)
 
     def _lose_device(self, error: DeviceError) -> None:
         """One lost device ends the process, once the others have finished what was admitted."""
@@ -199,8 +198,8 @@ class Engine:
             logger.critical("%s", error)
 
     async def watch(self, timeout_s: float) -> None:
-        """Gives devices up that have work and finish nothing for so long. Runs until it is cancelled."""
-        while True:
+        """Gives own devices up that have work and finish nothing for so long. Runs until it is cancelled."""
+        while self._owns_devices:
             await asyncio.sleep(min(1.0, timeout_s / 4))
             for device in self.batcher.stuck_devices(timeout_s):
                 self.batcher.lose(device, stuck(device, timeout_s))
@@ -266,6 +265,14 @@ def keep_what_is_loaded() -> None:
     """What is loaded stays. Collecting garbage among it would stop the process for half a second."""
     gc.collect()
     gc.freeze()
+
+
+def ended_early(replica: ServingReplica, serving: Future[None]) -> DeviceError | None:
+    """A thread that takes no batches any more, and was not told to end, has lost its device."""
+    error = serving.exception()
+    if error is None or replica.ready.exception() is not None:
+        return None
+    return DeviceError(replica.name, error)
 
 
 def stuck(device: str, timeout_s: float) -> DeviceError:

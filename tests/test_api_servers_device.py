@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -232,7 +231,7 @@ class FailingReplica:
 
 def test_a_device_whose_thread_ends_is_lost(start: Start) -> None:
     replica = FailingReplica(fake_ready())
-    supervisor = start(load_replica=partial(cast(Any, lambda settings, name: replica)))
+    supervisor = start(load_replica=cast(Any, lambda settings, name: replica))
     found = {type(supervisor.receive()[0]) for _ in range(2)}
     assert found == {DeviceLoaded, Lost}
 

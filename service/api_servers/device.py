@@ -32,7 +32,7 @@ from service.api_servers.messages import (
     Scraped,
 )
 from service.api_servers.tallies import SharedIdleness
-from service.engine import keep_what_is_loaded, stuck
+from service.engine import ended_early, keep_what_is_loaded, stuck
 from service.replicas import load_replica
 from service.settings import Settings
 
@@ -50,15 +50,12 @@ class Device:
         load: Callable[[Settings, str], Replica],
     ) -> None:
         idleness, *ends = files
-        links = [Link.of_file(file) for file in ends]
         self._setup = setup
         self._line = line
         self._load = load
         self._idleness = SharedIdleness(SharedMemory(idleness, setup.num_devices), setup.index)
         os.close(idleness)
-        self._clients = [
-            ServerLines(batches, results) for batches, results in zip(links[::2], links[1::2], strict=True)
-        ]
+        self._clients = [ServerLines(batches, results) for batches, results in Link.pairs_of_files(ends)]
         self._is_lost = False
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
@@ -126,10 +123,9 @@ class Device:
         return 3 * token_pixels * max(self._setup.settings.max_batch_tokens, largest_image)
 
     def _on_served(self, replica: Replica, serving: Future[None]) -> None:
-        """A thread that takes no batches any more, and was not told to end, has lost its device."""
-        error = serving.exception()
-        if error is not None and replica.ready.exception() is None:
-            self._lose(DeviceError(replica.name, error))
+        error = ended_early(replica, serving)
+        if error is not None:
+            self._lose(error)
 
     async def _watch(self, dispatcher: Dispatcher, timeout_s: float) -> None:
         while True:

@@ -47,6 +47,12 @@ class Link:
         """The end that another process gave to this one."""
         return cls(socket.socket(fileno=file))
 
+    @classmethod
+    def pairs_of_files(cls, files: Sequence[int]) -> list[tuple[Link, Link]]:
+        """The ends that other processes gave to this one, two by two."""
+        ends = [cls.of_file(file) for file in files]
+        return [*zip(ends[::2], ends[1::2], strict=True)]
+
     def fileno(self) -> int:
         return self.socket.fileno()
 

@@ -244,10 +244,5 @@ def _end() -> NoReturn:
 
 def _replicas(setup: Setup, files: Sequence[int]) -> RemoteReplicas:
     """Of two files for each device."""
-    links = [Link.of_file(file) for file in files]
-    return RemoteReplicas(
-        [
-            RemoteReplica(device, batches, results)
-            for device, batches, results in zip(setup.devices, links[::2], links[1::2], strict=True)
-        ]
-    )
+    pairs = zip(setup.devices, Link.pairs_of_files(files), strict=True)
+    return RemoteReplicas([RemoteReplica(device, batches, results) for device, (batches, results) in pairs])

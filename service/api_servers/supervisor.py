@@ -359,11 +359,9 @@ class Supervisor:
             self._fail()
 
 
-def supervise(
-    settings: Settings, listener: socket.socket, num_servers: int, spawn_device: Spawn = spawn
-) -> NoReturn:
+def supervise(settings: Settings, listener: socket.socket, num_servers: int) -> NoReturn:
     """Serves with so many API servers, and ends the process as a single one would."""
-    supervisor = Supervisor(settings, listener, num_servers, spawn_device)
+    supervisor = Supervisor(settings, listener, num_servers)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(supervisor.run())
     logger.info("stopped")
