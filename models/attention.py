@@ -7,6 +7,7 @@ nothing of images or of the model around it.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -50,8 +51,8 @@ def flash_attention_4(
 ) -> torch.Tensor:
     """FlashAttention 4, from the package flash-attn-4. Hopper and Blackwell, bfloat16 or float16 only.
 
-    The kernel is compiled at its first call. The package's own tiles are for long inputs; where smaller ones
-    still fit the GPU at once they are a quarter to a third faster, and only its inner function takes them.
+    The kernel is compiled at its first call. The package's own tiles are for long inputs; on short ones
+    smaller ones are a sixth to a third faster, and only its inner function takes them.
     """
     cu, longest = sequences.cu_seqlens, sequences.max_length
     return _flash_4()(
@@ -62,19 +63,34 @@ def flash_attention_4(
         cu_seqlens_k=cu,
         max_seqlen_q=longest,
         max_seqlen_k=longest,
-        tile_mn=_small_tile(q),
+        tile_mn=_tile(q),
     )[0]
 
 
-def _small_tile(q: torch.Tensor) -> tuple[int, int] | None:
-    """Rows of q and of k that one block works on, where all blocks run at once; else the package decides."""
+def _tile(q: torch.Tensor) -> tuple[int, int] | None:
+    """Rows of q and of k that one block works on; None: the package decides."""
     num_rows, num_heads, head_dim = q.shape
     properties = torch.cuda.get_device_properties(q.device)
     if properties.major != 9 or not 64 < head_dim <= 96:
         return None  # measured on Hopper with head dimension 72 only
-    at_once = properties.multi_processor_count
+    return small_tile(num_rows, num_heads, properties.multi_processor_count)
+
+
+_PACKAGE_ROWS = 192  # of q in a block of flash-attn-4's own tile for these head dimensions
+
+
+def small_tile(num_rows: int, num_heads: int, num_processors: int) -> tuple[int, int] | None:
+    """Rows of q and of k that one block works on; None where the package's own tile is best.
+
+    A multiprocessor runs one block at a time, and takes nearly as long for fewer rows of q. So the smallest
+    blocks are best that need no more rounds than the package's. Rows are counted as those of one sequence.
+    """
+
+    def rounds(rows: int) -> int:
+        return math.ceil(math.ceil(num_rows / rows) * num_heads / num_processors)
+
     for rows in (64, 128):
-        if -(-num_rows // rows) * num_heads <= at_once:
+        if rounds(rows) <= rounds(_PACKAGE_ROWS):
             return rows, 80
     return None
 

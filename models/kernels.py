@@ -166,25 +166,16 @@ class FusedKernels:
     ) -> torch.Tensor:
         n, columns = x.shape
         out = torch.empty_like(x)
+        block = triton.next_power_of_2(columns)
         triton_kernels.layer_norm[(n,)](
             x, pending, norm.weight, norm.bias, out, x if num_rows is None else num_rows, norm.eps,
-            columns, triton.next_power_of_2(columns), num_rows is not None, num_warps=2,
+            columns, block, num_rows is not None, num_warps=max(1, block // 2048),
         )  # fmt: skip
         return out
 
     def rotate_(self, qkv: torch.Tensor, positions: Positions) -> None:
         n, _, heads, head_dim = qkv.shape
-        half = head_dim // 2
-        triton_kernels.rotate[(n,)](
-            qkv,
-            positions.cos,
-            positions.sin,
-            heads,
-            triton.next_power_of_2(2 * heads),
-            half,
-            triton.next_power_of_2(half),
-            num_warps=2,
-        )
+        triton_kernels.rotate[(n,)](qkv, positions.cos, positions.sin, heads, head_dim // 2, 256, num_warps=1)
 
     def linear_gelu(self, x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
         # On CUDA this is tanh GELU in the product's epilogue; on a CPU the same call is the exact GELU.

@@ -48,28 +48,20 @@ def layer_norm(
 
 
 @triton.jit
-def rotate(
-    qkv,
-    cos,
-    sin,
-    HEADS: tl.constexpr,
-    HEADS_BLOCK: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Rotates q and k of one row [3, HEADS, 2 * HALF] in place."""
+def rotate(qkv, cos, sin, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """Rotates q and k of one row [3, HEADS, 2 * HALF] in place, BLOCK pairs of values at a time."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS_BLOCK)[:, None]  # of q, then of k
-    column = tl.arange(0, BLOCK)[None, :]
-    inside = column < HALF
-    c = tl.load(cos + row * HALF + column, mask=inside, other=0.0)
-    s = tl.load(sin + row * HALF + column, mask=inside, other=0.0)
-    at = qkv + row * (6 * HEADS * HALF) + head * (2 * HALF) + column
-    inside = inside & (head < 2 * HEADS)
-    first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, first * c - second * s, mask=inside)
-    tl.store(at + HALF, second * c + first * s, mask=inside)
+    for start in tl.static_range(0, 2 * HEADS * HALF, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        inside = pair < 2 * HEADS * HALF
+        column = pair % HALF
+        c = tl.load(cos + row * HALF + column, mask=inside, other=0.0)
+        s = tl.load(sin + row * HALF + column, mask=inside, other=0.0)
+        at = qkv + row * (6 * HEADS * HALF) + pair // HALF * (2 * HALF) + column
+        first = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(at + HALF, mask=inside, other=0.0).to(tl.float32)
+        tl.store(at, first * c - second * s, mask=inside)
+        tl.store(at + HALF, second * c + first * s, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_images"])

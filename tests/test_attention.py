@@ -9,6 +9,7 @@ from models.attention import (
     reference_attention,
     sdpa_attention,
     select_attention,
+    small_tile,
 )
 from models.errors import ModelError
 from tests.checkpoints import relative_error
@@ -72,3 +73,22 @@ def test_a_backend_that_cannot_serve_is_an_error(name: str, message: str) -> Non
 
 def test_backends_are_the_documented_ones() -> None:
     assert BACKENDS == ("FLASH_ATTN_4", "FLASH_ATTN", "TORCH_SDPA")
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "tile"),
+    [
+        (400, (64, 80)),
+        (512, (64, 80)),
+        (513, (128, 80)),
+        (1024, (128, 80)),
+        (1025, None),  # nine blocks of 128 rows for each head do not fit the GPU at once, six of 192 do
+        (1536, None),
+        (1537, (128, 80)),  # both need two rounds
+        (2048, (128, 80)),
+        (2049, None),
+        (62500, None),
+    ],
+)
+def test_small_tiles_need_no_more_rounds_than_large_ones(num_rows: int, tile: tuple[int, int] | None) -> None:
+    assert small_tile(num_rows, num_heads=16, num_processors=132) == tile

@@ -22,7 +22,10 @@ def attend(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("lengths", [(400,), (64, 256, 1024), (4, 796, 4096, 16), (100, 0, 300, 0, 0)])
+@pytest.mark.parametrize(
+    "lengths",
+    [(400,), (700,), (400, 400, 400, 400), (64, 256, 1024), (4, 796, 4096, 16), (100, 0, 300, 0, 0)],
+)
 def test_backends_equal_the_formula_on_strided_input(backend: str, lengths: tuple[int, ...]) -> None:
     generator = torch.Generator(GPU).manual_seed(0)
     real = sum(lengths)
