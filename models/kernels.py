@@ -169,7 +169,7 @@ class FusedKernels:
         block = triton.next_power_of_2(columns)
         triton_kernels.layer_norm[(n,)](
             x, pending, norm.weight, norm.bias, out, x if num_rows is None else num_rows, norm.eps,
-            columns, block, num_rows is not None, num_warps=max(1, block // 2048),
+            columns, block, num_rows is not None, num_warps=max(2, block // 2048),
         )  # fmt: skip
         return out
 

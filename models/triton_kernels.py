@@ -35,12 +35,13 @@ def layer_norm(
     columns = tl.arange(0, BLOCK)
     inside = columns < COLUMNS
     value = tl.load(x + row * COLUMNS + columns, mask=inside, other=0.0).to(tl.float32)
-    value += tl.load(offset + columns, mask=inside, other=0.0)
+    pending = tl.load(offset + columns, mask=inside, other=0.0)
+    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    value += pending
     mean = tl.sum(value, axis=0) / COLUMNS
     centered = tl.where(inside, value - mean, 0.0)
     scale = tl.rsqrt(tl.sum(centered * centered, axis=0) / COLUMNS + eps)
-    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
     result = centered * scale * gain + shift
     if MASKED:
         result = tl.where(row < tl.load(num_rows), result, 0.0)
