@@ -97,6 +97,24 @@ def test_the_benchmark_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert content["product_flops"] > 0
 
 
+def test_a_profile_lists_what_a_batch_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = tmp_path / "report.json"
+    flags = "--size demo --workloads 1x336 --sides eager --repeats 1 --dtype float32 --profile"
+    assert bench.main(["encoder", *flags.split(), "--device", "cpu", "--json", str(report)]) == 0
+    (row,) = json.loads(report.read_text())["rows"]
+    kernels = {kernel["name"]: kernel for kernel in row["kernels"]}
+    vision = random_checkpoint("demo").vision
+    norms = 2 * vision.depth + 1 + len(vision.deepstack_visual_indexes)
+    assert kernels["aten::native_layer_norm"]["calls"] == norms
+    times = [kernel["ms"] for kernel in row["kernels"]]
+    assert times == sorted(times, reverse=True)
+    assert times[-1] > 0
+    assert sum(times) < 20 * row["mean_ms"]
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 1 + 1 + len(kernels) + 1
+    assert lines[3].endswith(row["kernels"][0]["name"])
+
+
 def test_replicas_are_measured_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
     flags = "--size demo --workloads 1x336,4x336 --sides transformers,eager --repeats 2 --dtype float32"

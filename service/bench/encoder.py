@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import IO
@@ -33,6 +33,7 @@ from models import (
     random_checkpoint,
     replica_devices,
 )
+from service.bench.profiling import Kernel, format_kernels, profile_kernels
 from service.bench.sides import SIDES, Side, make_side
 from service.bench.timing import (
     cpu_seconds,
@@ -66,6 +67,7 @@ class Row:
     cpu_ms: (
         float | None
     )  # of the whole process, from the call of `encode` to its return, median; none of replicas
+    kernels: Sequence[Kernel] = ()  # of the first batch, where they are asked for
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +87,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replicas",
         type=_positive,
         help="our sides as so many replicas, whose vectors come to the host [none: one encoder]",
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="also list the kernels of each workload's first batch"
     )
     parser.add_argument("--repeats", type=_positive, help="counted batches of each workload [the workload's]")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
@@ -153,8 +158,12 @@ def _measure(
         starts[name] = asdict(side.start)
         for workload in workloads:
             rates.append(product_rate(device, dtype))
-            rows.append(measure(side, workload, preprocessor, checkpoint.vision, device, rates[-1]))
-            sys.stdout.write(format_row(rows[-1]))
+            row = measure(side, workload, preprocessor, checkpoint.vision, device, rates[-1])
+            if arguments.profile:
+                batch = next(workload.images(preprocessor, pin_memory=device.type == "cuda"))
+                row = replace(row, kernels=profile_kernels(side, batch, device))
+            rows.append(row)
+            sys.stdout.write(format_row(row))
             sys.stdout.flush()
         side.close()
     hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
@@ -184,17 +193,18 @@ def measure(
     for batch in islice(batches, workload.num_warmup):
         side.encode(batch)
         side.wait()
-    padding = side.padding()
     counted = list(batches)
+    padding = side.padding()
+    cpu_s: list[float] = []
     if side.submit is not None:
         times_s = time_submitted(side.submit, counted, MAX_SUBMITTED if workload.timing == "device" else 1)
-        cpu_s = []
     elif workload.timing == "device" and device.type == "cuda":
         times_s = time_on_device(side, counted)
-        cpu_s = [cpu_seconds(side, counted[-1]) for _ in range(5)]
     else:
         times_s, cpu_s = time_whole(side, counted)
-    padding = side.padding() - padding
+    padding = side.padding() - padding  # of the counted batches alone
+    if side.submit is None and not cpu_s:
+        cpu_s = [cpu_seconds(side, counted[-1]) for _ in range(5)]
     images = [image for batch in counted for image in batch]
     tokens = sum(image.num_tokens for image in images)
     total_s, times_ms = sum(times_s), np.array(times_s) * 1e3
@@ -231,9 +241,10 @@ HEADER = (
 
 
 def format_row(row: Row) -> str:
-    """One line of the table."""
-    return (
+    """One line of the table, and below it the kernels, where they were asked for."""
+    line = (
         f"{row.workload:<10} {row.side:<13} {row.attn_backend:<13} {row.mean_ms:>9.3f} {row.p50_ms:>9.3f} "
         f"{row.p99_ms:>9.3f} {row.images_per_s:>9.1f} {row.padded_share:>7.1%} {row.utilisation:>6.3f} "
         f"{'-' if row.cpu_ms is None else format(row.cpu_ms, '.2f'):>8}\n"
     )
+    return line + format_kernels(row.kernels) if row.kernels else line
