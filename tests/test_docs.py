@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
-from service.bench import serve
+from service.bench import encoder, serve
 from service.errors import ERROR_CODES
 from service.metrics import Metrics
 from service.options import OPTION_NAMES
@@ -59,9 +59,11 @@ def test_limits_have_the_defaults_of_the_settings() -> None:
 
 
 def test_every_setting_in_a_document_exists() -> None:
-    parser = argparse.ArgumentParser()
-    serve.add_arguments(parser)
-    flags_of_bench = vars(parser.parse_args([]))
+    flags_of_bench: set[str] = set()
+    for bench in (encoder, serve):
+        parser = argparse.ArgumentParser()
+        bench.add_arguments(parser)
+        flags_of_bench |= set(vars(parser.parse_args([])))
     for document in DOCUMENTS:
         for flag in re.findall(r"`--([a-z-]+)`", document.read_text()):
             name = flag.removeprefix("no-").replace("-", "_")
