@@ -55,6 +55,8 @@ def flash_attention_4(
     smaller ones are a sixth to a third faster, and only its inner function takes them.
     """
     cu, longest = sequences.cu_seqlens, sequences.max_length
+    num_rows, num_heads, head_dim = q.shape
+    gpu = torch.cuda.get_device_properties(q.device)
     return _flash_4()(
         q,
         k,
@@ -63,34 +65,38 @@ def flash_attention_4(
         cu_seqlens_k=cu,
         max_seqlen_q=longest,
         max_seqlen_k=longest,
-        tile_mn=_tile(q),
+        tile_mn=small_tile(num_rows, num_heads, head_dim, gpu),
     )[0]
 
 
-def _tile(q: torch.Tensor) -> tuple[int, int] | None:
-    """Rows of q and of k that one block works on; None: the package decides."""
-    num_rows, num_heads, head_dim = q.shape
-    properties = torch.cuda.get_device_properties(q.device)
-    if properties.major != 9 or not 64 < head_dim <= 96:
-        return None  # measured on Hopper with head dimension 72 only
-    return small_tile(num_rows, num_heads, properties.multi_processor_count)
+_PACKAGE_ROWS = 192  # of q in a block of flash-attn-4's own tile, on Hopper for head dimensions up to 96
 
 
-_PACKAGE_ROWS = 192  # of q in a block of flash-attn-4's own tile for these head dimensions
+class Processors(Protocol):
+    """What the choice of a tile asks of `torch.cuda.get_device_properties`."""
+
+    @property
+    def major(self) -> int: ...
+
+    @property
+    def multi_processor_count(self) -> int: ...
 
 
-def small_tile(num_rows: int, num_heads: int, num_processors: int) -> tuple[int, int] | None:
+def small_tile(num_rows: int, num_heads: int, head_dim: int, gpu: Processors) -> tuple[int, int] | None:
     """Rows of q and of k that one block works on; None where the package's own tile is best.
 
     A multiprocessor runs one block at a time, and takes nearly as long for fewer rows of q. So the smallest
-    blocks are best that need no more rounds than the package's. Rows are counted as those of one sequence.
+    blocks are best that need no more rounds than the package's, and no more than two. Rows are counted as
+    those of one sequence, as most small batches are: several may need a round more.
     """
+    if gpu.major != 9 or not 64 < head_dim <= 96:
+        return None  # measured on Hopper with head dimension 72 only
 
     def rounds(rows: int) -> int:
-        return math.ceil(math.ceil(num_rows / rows) * num_heads / num_processors)
+        return math.ceil(math.ceil(num_rows / rows) * num_heads / gpu.multi_processor_count)
 
     for rows in (64, 128):
-        if rounds(rows) <= rounds(_PACKAGE_ROWS):
+        if rounds(rows) <= min(2, rounds(_PACKAGE_ROWS)):
             return rows, 80
     return None
 

@@ -18,7 +18,15 @@ import torch
 from tqdm import tqdm
 
 from models.errors import ModelError
-from models.packing import BudgetError, check_budgets, check_max_images, infer_budgets, infer_max_images, plan
+from models.packing import (
+    BudgetError,
+    check_budgets,
+    check_max_images,
+    infer_budgets,
+    infer_max_images,
+    infer_warm_up,
+    plan,
+)
 from models.protocol import Batch, ReplayBuffers, SupportsEncoderCudaGraph
 from models.staging import Buffers, CudaStaging, DirectStaging, Staging
 
@@ -113,7 +121,7 @@ class EncoderCudaGraphManager(Generic[Batch]):
         self.memory_bytes = 0
         self._config = model.get_encoder_cudagraph_config()
         smallest, largest = model.get_encoder_cudagraph_budget_range()
-        self._smallest = smallest
+        self._smallest, self._largest = smallest, largest
         if settings is None:
             self.budgets: tuple[int, ...] = (largest,)
             self.max_images = largest // smallest
@@ -124,9 +132,8 @@ class EncoderCudaGraphManager(Generic[Batch]):
         self._at = self.budgets[-1]  # the budget that is being captured or tested
         if settings is not None:
             self._start()
-        elif self._is_cuda:
-            with _ONE_START:
-                self._warm_up(largest)
+        else:
+            self._warm_up(above=0)
 
     # Start
 
@@ -141,6 +148,7 @@ class EncoderCudaGraphManager(Generic[Batch]):
         except torch.OutOfMemoryError:
             pass  # left first: the error holds on to what the failed forward pass allocated
         else:
+            self._warm_up(above=self.budgets[-1])
             self._empty_cache()
             return
         with _ONE_START:
@@ -169,14 +177,15 @@ class EncoderCudaGraphManager(Generic[Batch]):
             self.memory_bytes / 2**20,
         )
 
-    def _warm_up(self, largest: int) -> None:
-        """Compiles kernels, so that no request waits for that or finds out that it fails.
-
-        Kernels differ by size: each power of two is run, up to where they do not differ any more.
-        """
-        for tokens in infer_budgets(self._smallest, min(largest, 64 * self._smallest), 1):
-            self.model.encoder_eager_forward(self.model.prepare_encoder_cudagraph_capture_inputs(tokens, 1))
-        torch.cuda.synchronize(self.device)
+    def _warm_up(self, above: int) -> None:
+        """Compiles kernels for images of more tokens, so that no request waits for that or sees it fail."""
+        if not self._is_cuda:
+            return
+        with _ONE_START:
+            for tokens in infer_warm_up(self._smallest, self._largest, above):
+                images = self.model.prepare_encoder_cudagraph_capture_inputs(tokens, 1)
+                self.model.encoder_eager_forward(images)
+            torch.cuda.synchronize(self.device)
 
     def _allocate(self, largest: int) -> _Shared:
         config = self._config

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
+_SAME_KERNELS_FROM = 4096  # tokens
+
 
 class BudgetError(ValueError):
     """Settings of budgets that contradict each other or the model."""
@@ -39,6 +41,16 @@ def infer_budgets(smallest: int, largest: int, steps_per_octave: int) -> tuple[i
         budgets.update(budget for budget in steps if budget < largest)
         octave *= 2
     return tuple(sorted(budgets))
+
+
+def infer_warm_up(smallest: int, largest: int, above: int) -> tuple[int, ...]:
+    """Sizes of images to run eagerly once, so that all kernels are compiled for those over `above` tokens.
+
+    Kernels are chosen by size, some for less than an octave, and none from `_SAME_KERNELS_FROM` tokens on.
+    """
+    last = min(largest, max(smallest, _SAME_KERNELS_FROM))
+    sizes = infer_budgets(smallest, last, steps_per_octave=4)
+    return tuple(size for size in sizes if size > above)
 
 
 def check_budgets(budgets: Sequence[int], smallest: int) -> tuple[int, ...]:

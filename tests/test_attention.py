@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from models.attention import (
     small_tile,
 )
 from models.errors import ModelError
+from models.packing import infer_warm_up
 from tests.checkpoints import relative_error
 
 CPU = torch.device("cpu")
@@ -75,6 +78,12 @@ def test_backends_are_the_documented_ones() -> None:
     assert BACKENDS == ("FLASH_ATTN_4", "FLASH_ATTN", "TORCH_SDPA")
 
 
+@dataclass(frozen=True)
+class Gpu:
+    major: int
+    multi_processor_count: int
+
+
 @pytest.mark.parametrize(
     ("num_rows", "tile"),
     [
@@ -91,4 +100,34 @@ def test_backends_are_the_documented_ones() -> None:
     ],
 )
 def test_small_tiles_need_no_more_rounds_than_large_ones(num_rows: int, tile: tuple[int, int] | None) -> None:
-    assert small_tile(num_rows, num_heads=16, num_processors=132) == tile
+    assert small_tile(num_rows, 16, 72, Gpu(9, 132)) == tile
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "gpu", "tile"),
+    [
+        (72, Gpu(9, 132), (64, 80)),
+        (72, Gpu(9, 78), (128, 80)),
+        (96, Gpu(9, 132), (64, 80)),
+        (64, Gpu(9, 132), None),
+        (128, Gpu(9, 132), None),
+        (72, Gpu(10, 148), None),
+    ],
+)
+def test_small_tiles_are_for_where_they_were_measured(
+    head_dim: int, gpu: Gpu, tile: tuple[int, int] | None
+) -> None:
+    assert small_tile(400, 16, head_dim, gpu) == tile
+
+
+@pytest.mark.parametrize("num_processors", [78, 114, 132])
+@pytest.mark.parametrize("smallest", [1, 7, 64, 100, 257, 300, 384, 600, 5000])
+def test_every_tile_of_an_eager_run_is_compiled_by_the_warm_up(smallest: int, num_processors: int) -> None:
+    def tile(tokens: int) -> tuple[int, int] | None:
+        return small_tile(4 * tokens, 16, 72, Gpu(9, num_processors))
+
+    for above in (0, smallest, 2 * smallest):
+        compiled = {tile(tokens) for tokens in infer_warm_up(smallest, 16384, above)}
+        if above:
+            compiled.add(tile(above))  # by its graph
+        assert {tile(tokens) for tokens in range(max(smallest, above + 1), 16385)} <= compiled

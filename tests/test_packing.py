@@ -13,6 +13,7 @@ from models.packing import (
     get_load_balance_assignment,
     infer_budgets,
     infer_max_images,
+    infer_warm_up,
     plan,
 )
 
@@ -53,6 +54,24 @@ def test_neighbouring_budgets_are_never_further_apart_than_a_step(
 def test_ranges_that_make_no_sense_are_errors(smallest: int, largest: int, steps: int, message: str) -> None:
     with pytest.raises(BudgetError, match=message):
         infer_budgets(smallest, largest, steps)
+
+
+@pytest.mark.parametrize(
+    ("smallest", "largest", "above", "expected"),
+    [
+        (1024, 16384, 0, (1024, 1280, 1536, 1792, 2048, 2560, 3072, 3584, 4096)),
+        (1024, 2000, 0, (1024, 1280, 1536, 1792, 2000)),
+        (1024, 16384, 2048, (2560, 3072, 3584, 4096)),
+        (1024, 16384, 4096, ()),
+        (64, 64, 0, (64,)),
+        (5000, 9000, 0, (5000,)),
+        (64, 1024, 1024, ()),
+    ],
+)
+def test_sizes_are_warmed_up_until_kernels_are_the_same(
+    smallest: int, largest: int, above: int, expected: tuple[int, ...]
+) -> None:
+    assert infer_warm_up(smallest, largest, above) == expected
 
 
 def test_explicit_budgets_are_sorted() -> None:

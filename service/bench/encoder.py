@@ -115,6 +115,8 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoint = open_checkpoint(model) if model else random_checkpoint(arguments.size)
         device = find_device(arguments.device)
         replica_devices(device.type, arguments.replicas or 1)  # are there so many?
+        if arguments.profile and arguments.replicas and device.type == "cpu":
+            raise ModelError("--profile with --replicas needs GPUs")  # on a CPU it sees one thread
         report = _open_report(arguments.json)
     except (ModelError, OSError) as error:
         sys.stderr.write(f"vision-sidecar bench: {error}\n")

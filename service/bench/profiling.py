@@ -5,8 +5,9 @@ On a CPU they are torch's operations. Knows sides and batches; nothing of what t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -27,8 +28,17 @@ class Kernel:
     ms: float
 
 
+class Event(Protocol):
+    """What is read of the profiler's sum over one kernel or operation. Times in microseconds."""
+
+    key: str
+    count: int
+    self_cpu_time_total: float
+    self_device_time_total: float
+
+
 def profile_kernels(side: Side, batch: Sequence[Patches], device: torch.device) -> list[Kernel]:
-    """Those of one batch, the costliest first. Of replicas they are the sums over all devices.
+    """Those of one batch, the costliest first. Of replicas on GPUs they are the sums over all.
 
     Kernels that run at the same time, as uploads do, count in full.
     """
@@ -37,16 +47,21 @@ def profile_kernels(side: Side, batch: Sequence[Patches], device: torch.device) 
         for _ in range(BATCHES):
             side.encode(batch)
         side.wait()
+    return kernels_of(recorded.key_averages(), device)
+
+
+def kernels_of(events: Iterable[Event], device: torch.device) -> list[Kernel]:
+    """The kernels of one batch out of the sums over `BATCHES`, the costliest first."""
+
+    def used_us(event: Event) -> float:
+        return event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
+
     kernels = [
-        Kernel(event.key, event.count / BATCHES, _self_us(event, device) / BATCHES / 1e3)
-        for event in recorded.key_averages()
+        Kernel(event.key, event.count / BATCHES, used_us(event) / BATCHES / 1e3)
+        for event in events
+        if used_us(event) > 0
     ]
-    return sorted((kernel for kernel in kernels if kernel.ms > 0), key=lambda kernel: -kernel.ms)
-
-
-def _self_us(event: torch.autograd.profiler_util.FunctionEventAvg, device: torch.device) -> float:
-    used = event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
-    return float(used)
+    return sorted(kernels, key=lambda kernel: -kernel.ms)
 
 
 def format_kernels(kernels: Sequence[Kernel]) -> str:

@@ -15,21 +15,27 @@ def attend(
     backend: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences
 ) -> torch.Tensor:
     try:
-        chosen = select_attention(backend, GPU, torch.bfloat16, 72)
+        chosen = select_attention(backend, GPU, q.dtype, q.shape[-1])
     except ModelError as error:
         pytest.skip(str(error))
     return chosen.attention(q, k, v, sequences)
 
 
+LENGTHS = [(400,), (700,), (400,) * 4, (64, 256, 1024), (4, 796, 4096, 16), (100, 0, 300, 0, 0)]
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "lengths",
-    [(400,), (700,), (400, 400, 400, 400), (64, 256, 1024), (4, 796, 4096, 16), (100, 0, 300, 0, 0)],
+    ("lengths", "head_dim", "dtype"),
+    [(lengths, 72, torch.bfloat16) for lengths in LENGTHS]
+    + [((400,) * 4, 64, torch.bfloat16), ((400,) * 4, 72, torch.float16)],
 )
-def test_backends_equal_the_formula_on_strided_input(backend: str, lengths: tuple[int, ...]) -> None:
+def test_backends_equal_the_formula_on_strided_input(
+    backend: str, lengths: tuple[int, ...], head_dim: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator(GPU).manual_seed(0)
     real = sum(lengths)
-    qkv = torch.randn(real + 112, 3, 16, 72, generator=generator, device=GPU).bfloat16()
+    qkv = torch.randn(real + 112, 3, 16, head_dim, generator=generator, device=GPU).to(dtype)
     ends = torch.tensor((0, *lengths)).cumsum(0).int().to(GPU)
     sequences = Sequences(ends, real + 112)
     q, k, v = qkv.unbind(1)
