@@ -29,6 +29,7 @@ from models.packing import (
 )
 from models.protocol import Batch, ReplayBuffers, SupportsEncoderCudaGraph
 from models.staging import Buffers, CudaStaging, DirectStaging, Staging
+from models.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -178,14 +179,11 @@ class EncoderCudaGraphManager(Generic[Batch]):
         )
 
     def _warm_up(self, above: int) -> None:
-        """Compiles kernels for images of more tokens, so that no request waits for that or sees it fail."""
-        if not self._is_cuda:
-            return
-        with _ONE_START:
-            for tokens in infer_warm_up(self._smallest, self._largest, above):
-                images = self.model.prepare_encoder_cudagraph_capture_inputs(tokens, 1)
-                self.model.encoder_eager_forward(images)
-            torch.cuda.synchronize(self.device)
+        """Compiles what images of more tokens need."""
+        if self._is_cuda:
+            with _ONE_START:
+                warm_up(self.model, infer_warm_up(self._smallest, self._largest, above))
+                torch.cuda.synchronize(self.device)
 
     def _allocate(self, largest: int) -> _Shared:
         config = self._config

@@ -31,7 +31,7 @@ from models.qwen3_vl import (
     checkpoint_shapes,
     fold_patch_embedding,
 )
-from models.readback import RunningBatch, select_outputs
+from models.readback import RunningBatch, select_outputs, warm_up_outputs
 from models.streams import DeviceStream
 from models.weights import Checkpoint, check_tensors, fingerprint, open_checkpoint
 
@@ -77,6 +77,7 @@ class VisionEncoder:
             _load(self.model, checkpoint, device, self.dtype)
             packed = PackedVisionTransformer(self.model, checkpoint.preprocess)
             self.graphs = EncoderCudaGraphManager(packed, cuda_graphs, device)
+            warm_up_outputs(self.kernels, self.hidden_size, device, self.dtype)
 
     @classmethod
     def from_pretrained(

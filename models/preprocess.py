@@ -93,6 +93,19 @@ class Preprocessor:
         t, h, w = self.grid_thw(height, width)
         return t * h * w // self.config.merge_size**2
 
+    @property
+    def max_num_tokens(self) -> int:
+        """No image has more output tokens.
+
+        The pixel limits bound them for most images only: a thin one keeps a row of tokens however small
+        `max_pixels` is, and one that grows to `min_pixels` has both sides rounded up.
+        """
+        smallest, largest = (
+            x / self.config.factor**2 for x in (self.config.min_pixels, self.config.max_pixels)
+        )
+        grown = (math.sqrt(smallest * MAX_ASPECT_RATIO) + 1) * (math.sqrt(smallest / MAX_ASPECT_RATIO) + 1)
+        return math.floor(max(largest, math.sqrt(largest * MAX_ASPECT_RATIO), grown))
+
     def __call__(self, rgb: npt.NDArray[np.uint8], *, pin_memory: bool = False) -> Patches:
         """Resizes and cuts a uint8 array [height, width, 3]. Raises `AspectRatioError`.
 

@@ -64,6 +64,11 @@ def select_outputs(
             yield Part(chosen, rows.to(output.dtype or dtype), own)
 
 
+def warm_up_outputs(kernels: Kernels, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
+    """Compiles at the start the one kernel of `select_outputs` that is not torch's own."""
+    kernels.mean_rows(torch.zeros(1, hidden_size, dtype=dtype, device=device), _to_device([0, 1], device))
+
+
 def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
     on_host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)

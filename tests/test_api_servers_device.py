@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 import uvloop
 from prometheus_client import Metric
 
-from models import DeviceError, EncodeItem, ModelError, Replica
+from models import DeviceError, EncodeItem, ModelError, Preprocessor, Replica
 from models.replica import Queue
 from service.api_servers.device import Device
 from service.api_servers.line import Line
@@ -35,7 +36,7 @@ from service.api_servers.messages import (
     Wanting,
 )
 from service.settings import Settings
-from tests.conftest import FakeEncoder, fake_replicas, only
+from tests.conftest import CONFIG, FakeEncoder, fake_replicas, only
 from tests.queueing import item
 
 NAME = "fake"
@@ -152,6 +153,15 @@ def test_once_loaded_it_has_memory_for_the_largest_batch_of_each_api_server(star
     for memory in memories:
         memory.bytes[-1] = 1
     assert len({memory.bytes.data_ptr() for memory in memories}) == NUM_SERVERS
+
+
+def test_there_is_memory_for_an_image_that_is_larger_than_the_pixel_limits(start: Start) -> None:
+    encoder = FakeEncoder()
+    encoder.preprocessor = Preprocessor(replace(CONFIG, min_pixels=4194304, max_pixels=4194304))
+    thin = encoder.preprocessor.num_tokens(29, 4751)
+    assert thin > 4194304 // CONFIG.factor**2 + 400
+    message, _ = start(encoder, max_batch_tokens=1024).receive()
+    assert message.memory_bytes >= 3 * CONFIG.factor**2 * thin
 
 
 def test_it_answers_while_it_loads(start: Start, gate: threading.Event) -> None:

@@ -22,6 +22,7 @@ from models import (
     VisionEncoder,
 )
 from models.protocol import EncoderCudaGraphConfig, MetadataSpec, ReplayBuffers
+from models.warm_up import warm_up
 
 CPU = torch.device("cpu")
 
@@ -285,6 +286,7 @@ class Limited(SumEncoder):
     def __init__(self, limit: int, eager_limit: int = 10**9) -> None:
         super().__init__()
         self.limit, self.eager_limit = limit, eager_limit
+        self.eager_runs: list[int] = []
 
     def encoder_cudagraph_forward(
         self, inputs: torch.Tensor, metadata: Mapping[str, torch.Tensor], output: torch.Tensor
@@ -294,7 +296,8 @@ class Limited(SumEncoder):
         super().encoder_cudagraph_forward(inputs, metadata, output)
 
     def encoder_eager_forward(self, batch: list[list[float]]) -> torch.Tensor:
-        if sum(map(len, batch)) // 2 > self.eager_limit:
+        self.eager_runs.append(sum(map(len, batch)) // 2)
+        if self.eager_runs[-1] > self.eager_limit:
             raise torch.OutOfMemoryError("no memory")
         return super().encoder_eager_forward(batch)
 
@@ -312,6 +315,15 @@ def test_where_memory_is_short_the_start_says_what_fits(limit: int, advice: str)
 def test_memory_that_is_short_in_the_test_after_capture_stops_the_start_too() -> None:
     with pytest.raises(ModelError, match="no memory for a graph of 20 tokens; budgets up to 16 tokens fit"):
         manager(Limited(20, eager_limit=19), budget_steps=1)
+
+
+def test_sizes_are_run_as_far_as_memory_allows(caplog: pytest.LogCaptureFixture) -> None:
+    encoder = Limited(20, eager_limit=9)
+    warm_up(encoder, (2, 5, 8, 12, 16))
+    assert encoder.eager_runs == [2, 5, 8, 12]
+    assert [record.getMessage() for record in caplog.records] == [
+        "no memory to run an image of 12 tokens eagerly: such requests will fail"
+    ]
 
 
 def test_a_graph_that_is_wrong_beside_padding_stops_the_start() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -98,6 +100,21 @@ def test_patches_equal_the_torchvision_reference(size: tuple[int, int]) -> None:
     patches = Preprocessor(CONFIG)(rgb)
     assert patches.grid_thw == tuple(expected["image_grid_thw"][0].tolist())
     assert torch.equal(patches.pixels.double(), reference_levels(expected["pixel_values"]))
+
+
+@pytest.mark.parametrize(
+    "limits", [(1, 1), (65536, 65536), (4194304, 4194304), (65536, 1048576), (16777216,) * 2]
+)
+def test_no_image_has_more_tokens_than_the_most(limits: tuple[int, int]) -> None:
+    low, high = limits
+    preprocessor = Preprocessor(replace(CONFIG, min_pixels=low, max_pixels=high))
+    most = 0
+    for short in (*range(1, 60), 97, 333, 1000, 3001):
+        for ratio in (1, 1.01, 1.5, 7, 33, 99.5, 150, 163.83, 199, 200):
+            most = max(most, preprocessor.num_tokens(short, int(short * ratio)))
+    bound = preprocessor.max_num_tokens
+    assert most <= bound
+    assert bound <= 2 * most
 
 
 def test_patches_are_compared_by_identity() -> None:

@@ -16,7 +16,7 @@ from typing import NoReturn
 import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from models import MAX_ASPECT_RATIO, DeviceError, ModelError, Replica, VisionEncoder
+from models import DeviceError, ModelError, Replica, VisionEncoder
 from service.api_servers.dispatcher import Dispatcher, ServerLines
 from service.api_servers.joining import join
 from service.api_servers.line import Line
@@ -35,8 +35,6 @@ from service.api_servers.tallies import SharedIdleness
 from service.engine import ended_early, keep_what_is_loaded, stuck
 from service.replicas import load_replica
 from service.settings import Settings
-
-_MARGIN_TOKENS = 2 * MAX_ASPECT_RATIO
 
 
 class Device:
@@ -113,14 +111,10 @@ class Device:
                 memory.close_file()
 
     def _batch_bytes(self, encoder: EncoderFacts) -> int:
-        """Of the largest batch: a full one or one large image. What is not written is no memory yet.
-
-        A small `max_pixels` is no exact limit for a thin image, hence the margin.
-        """
-        config = encoder.preprocessor.config
-        token_pixels = config.factor**2
-        largest_image = max(config.min_pixels, config.max_pixels) // token_pixels + _MARGIN_TOKENS
-        return 3 * token_pixels * max(self._setup.settings.max_batch_tokens, largest_image)
+        """Of the largest batch: a full one or one large image. What is not written is no memory yet."""
+        preprocessor = encoder.preprocessor
+        num_tokens = max(self._setup.settings.max_batch_tokens, preprocessor.max_num_tokens)
+        return 3 * preprocessor.config.factor**2 * num_tokens
 
     def _on_served(self, replica: Replica, serving: Future[None]) -> None:
         error = ended_early(replica, serving)
