@@ -21,10 +21,13 @@ ENV_PREFIX = "VISION_SIDECAR_"
 _MAX_VALUE_CHARS = 64
 _MAX_MESSAGE_CHARS = 400
 
-# Kubernetes gives every pod these variables for a Service called vision-sidecar. They are not ours.
+# Kubernetes gives every pod these variables for a Service called vision-sidecar or vision-sidecar-something.
+# They are not ours. No setting looks like one of them but the port, which is told by its value.
 _SERVICE_LINK = re.compile(
     ENV_PREFIX
-    + r"(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_.*)?|PORT=(tcp|udp|sctp)://.*)(=.*)?",
+    + r"([A-Z0-9_]+_)?"
+    + r"(SERVICE_HOST=.*|SERVICE_PORT(_[A-Z0-9_]+)?=.*|PORT=(tcp|udp|sctp)://.*"
+    + r"|PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?=.*)",
     re.DOTALL,
 )
 

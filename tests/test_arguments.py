@@ -108,17 +108,19 @@ def test_empty_variable_counts_as_not_set() -> None:
     ) == parse_settings([], {})
 
 
-def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_ignored() -> None:
-    environ = {
-        "VISION_SIDECAR_SERVICE_HOST": "10.0.0.1",
-        "VISION_SIDECAR_SERVICE_PORT": "8080",
-        "VISION_SIDECAR_SERVICE_PORT_HTTP": "8080",
-        "VISION_SIDECAR_PORT": "tcp://10.0.0.1:8080",
-        "VISION_SIDECAR_PORT_8080_TCP": "tcp://10.0.0.1:8080",
-        "VISION_SIDECAR_PORT_8080_TCP_ADDR": "10.0.0.1",
-        "VISION_SIDECAR_PORT_8080_TCP_PORT": "8080",
-        "VISION_SIDECAR_PORT_8080_TCP_PROTO": "tcp",
+@pytest.mark.parametrize("service", ["", "METRICS_", "CANARY_2_", "MAX_PIXELS_"])
+def test_variables_that_kubernetes_sets_for_a_service_of_such_a_name_are_ignored(service: str) -> None:
+    values = {
+        "SERVICE_HOST": "10.0.0.1",
+        "SERVICE_PORT": "8080",
+        "SERVICE_PORT_HTTP_ALT": "8080",
+        "PORT": "tcp://10.0.0.1:8080",
+        "PORT_8080_TCP": "tcp://10.0.0.1:8080",
+        "PORT_8080_TCP_ADDR": "10.0.0.1",
+        "PORT_8080_TCP_PORT": "8080",
+        "PORT_8080_TCP_PROTO": "tcp",
     }
+    environ = {f"VISION_SIDECAR_{service}{name}": value for name, value in values.items()}
     assert parse_settings([], environ) == parse_settings([], {})
 
 
@@ -133,6 +135,11 @@ def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_ignored() 
         ([], {"VISION_SIDECAR_PROT": "1"}, ["VISION_SIDECAR_PROT", "did you mean VISION_SIDECAR_PORT?"]),
         ([], {"VISION_SIDECAR_port": "1"}, ["VISION_SIDECAR_port"]),
         ([], {"VISION_SIDECAR_ZZZZ": ""}, ["VISION_SIDECAR_ZZZZ"]),
+        # Not as Kubernetes writes what it sets for a Service.
+        ([], {"VISION_SIDECAR_CANARY_PORT": "8080"}, ["VISION_SIDECAR_CANARY_PORT"]),
+        ([], {"VISION_SIDECAR_PORTS": "tcp://10.0.0.1:80"}, ["did you mean VISION_SIDECAR_PORT?"]),
+        ([], {"VISION_SIDECAR_HTTP_HOST": "::"}, ["did you mean VISION_SIDECAR_HOST?"]),
+        ([], {"VISION_SIDECAR_PORT_HTTP": "8080"}, ["did you mean VISION_SIDECAR_PORT?"]),
         (["--port", "x"], {"VISION_SIDECAR_PORT": "1"}, ["--port: 'x'", "integer"]),
         ([], {"VISION_SIDECAR_PORT": "x"}, ["VISION_SIDECAR_PORT: 'x'", "integer"]),
         (["--port", "65536"], {}, ["--port: '65536'", "65535"]),
