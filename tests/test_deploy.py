@@ -151,6 +151,8 @@ def test_compose_starts_vllm_once_the_server_is_ready_and_without_its_vision_enc
     server = COMPOSE["services"]["vision-sidecar"]["environment"]
     assert server["VISION_SIDECAR_MODEL"] == vllm["command"][0]
     assert f"--revision={server['VISION_SIDECAR_REVISION']}" in vllm["command"]
+    # With these vLLM would not take our uuid as it stands. Our limit of pixels needs no twin there.
+    assert not any("mm-processor-kwargs" in word or "media-io-kwargs" in word for word in vllm["command"])
 
 
 def shutdown_s() -> float:
