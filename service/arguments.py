@@ -15,7 +15,7 @@ from typing import NoReturn, get_args
 from pydantic import ValidationError
 
 from service.errors import printable
-from service.settings import SECRETS, Settings, flag_of
+from service.settings import NEVER_EMPTY, SECRETS, Settings, flag_of
 
 ENV_PREFIX = "VISION_SIDECAR_"
 _MAX_VALUE_CHARS = 64
@@ -107,7 +107,8 @@ def _visible(flag: str, text: str) -> str:
 def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     """Settings from flags (what follows `serve`) and environment variables; flags win.
 
-    A variable that is empty counts as not set. Raises `SettingsError`; `--help` prints and exits.
+    A variable that is empty counts as not set, unless it is there to keep strangers out. Raises
+    `SettingsError`; `--help` prints and exits.
     """
     parser = _Parser(
         prog="vision-sidecar serve",
@@ -142,7 +143,7 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:
         if variable not in names:
             shown = printable(variable)
             raise SettingsError(f"unknown environment variable {shown}{_suggestion(shown, names)}")
-        if value:
+        if value or names[variable] in NEVER_EMPTY:
             values[names[variable]] = value
     return values
 

@@ -102,10 +102,9 @@ def test_flags_win_over_variables() -> None:
     assert (settings.port, settings.host) == (2, "::1")
 
 
-def test_empty_variable_counts_as_not_set() -> None:
-    assert parse_settings(
-        [], {"VISION_SIDECAR_MIN_PIXELS": "", "VISION_SIDECAR_MODEL": ""}
-    ) == parse_settings([], {})
+def test_an_empty_variable_counts_as_not_set_unless_it_keeps_strangers_out() -> None:
+    others = Settings.model_fields.keys() - {"api_keys", "api_keys_file"}
+    assert parse_settings([], {ENV_PREFIX + name.upper(): "" for name in others}) == parse_settings([], {})
 
 
 @pytest.mark.parametrize("service", ["", "METRICS_", "CANARY_2_", "MAX_PIXELS_"])
@@ -185,6 +184,11 @@ def test_variables_that_kubernetes_sets_for_a_service_of_such_a_name_are_ignored
         (["--media-timeout-s", "0"], {}, ["--media-timeout-s: '0'", "greater than 0"]),
         (["--api-keys="], {}, ["--api-keys", "no key"]),
         (["--api-keys", " "], {}, ["--api-keys", "no key"]),
+        # An empty secret must not open the server.
+        ([], {"VISION_SIDECAR_API_KEYS": ""}, ["VISION_SIDECAR_API_KEYS", "no key"]),
+        ([], {"VISION_SIDECAR_API_KEYS": "\n"}, ["VISION_SIDECAR_API_KEYS", "no key"]),
+        ([], {"VISION_SIDECAR_API_KEYS_FILE": ""}, ["VISION_SIDECAR_API_KEYS_FILE: ''", "no file"]),
+        (["--api-keys-file="], {}, ["--api-keys-file: ''", "no file"]),
         (["--cudagraph-mm-encoder=maybe"], {}, ["--cudagraph-mm-encoder: 'maybe'", "boolean"]),
         (["--cudagraph-mm-encoder", "extra"], {}, ["--cudagraph-mm-encoder: 'extra'", "boolean"]),
         (["--no-cudagraph-mm-encoder=true"], {}, ["--no-cudagraph-mm-encoder", "true"]),

@@ -21,7 +21,7 @@ from service.arguments import ENV_PREFIX
 from service.metrics import Metrics
 from service.routes import metrics as metrics_route
 from service.routes import probes
-from service.settings import Settings
+from service.settings import NEVER_EMPTY, Settings
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -153,6 +153,12 @@ def test_compose_starts_vllm_once_the_server_is_ready_and_without_its_vision_enc
     assert f"--revision={server['VISION_SIDECAR_REVISION']}" in vllm["command"]
     # With these vLLM would not take our uuid as it stands. Our limit of pixels needs no twin there.
     assert not any("mm-processor-kwargs" in word or "media-io-kwargs" in word for word in vllm["command"])
+
+
+@pytest.mark.parametrize("service", ["demo", "vision-sidecar"])
+def test_compose_gives_no_variable_that_must_not_be_empty(service: str) -> None:
+    given = COMPOSE["services"][service].get("environment", {})
+    assert not {ENV_PREFIX + name.upper() for name in NEVER_EMPTY} & set(given)
 
 
 def shutdown_s() -> float:
