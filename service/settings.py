@@ -53,7 +53,9 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 is all of IPv4, :: all of both"
+    )
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     api_keys: Keys = Field(
         (),
