@@ -1,6 +1,6 @@
 #!/bin/sh
 # Makes a virtual environment with this project in it, at the versions of deploy/constraints.txt.
-# usage: deploy/install.sh VENV REQUIREMENT     (REQUIREMENT: "." or ".[dev]")
+# usage: deploy/install.sh VENV REQUIREMENT     (REQUIREMENT: ".", or with extras such as ".[dev]" or ".[dev,ray]")
 # TORCH=cpu or TORCH=cuda picks the build of torch; without it, a machine with an NVIDIA GPU gets CUDA.
 set -eu
 venv=$1
@@ -45,7 +45,7 @@ if [ -n "$torch" ]; then
 fi
 # With CUDA come the kernels of the extra `gpu`, which the server chooses where the GPU can run them.
 case "$TORCH $requirement" in
-    "cuda .") requirement=".[gpu]" ;;
-    "cuda .[dev]") requirement=".[dev,gpu]" ;;
+    "cuda "*"]") requirement="${requirement%]},gpu]" ;;
+    "cuda "*) requirement="${requirement}[gpu]" ;;
 esac
 $pip install -q -c $constraints -e "$requirement"

@@ -18,7 +18,8 @@ from torch import nn
 
 from models.positions import interpolated_position_embedding, patch_coordinates, rotary_embedding
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
+_TRITON = importlib.util.find_spec("triton")
+HAS_TRITON = _TRITON is not None and _TRITON.origin is not None  # not just any folder of that name
 if HAS_TRITON:
     import triton
 

@@ -86,11 +86,17 @@ def _exit(number: int, frame: FrameType | None) -> NoReturn:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket on the first address that the host name stands for. Raises `OSError`."""
-    family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-        0
-    ]
-    return socket.create_server(where[:2], family=family, backlog=2048)
+    """A listening socket on the first address that the host name stands for. Raises `OSError`.
+
+    `::` is every address of the machine, those of IPv4 too where the system can do both on one socket.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except UnicodeError:
+        raise OSError("this is no name of a host") from None
+    family, _, _, _, where = found[0]
+    is_dual = where[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(where, family=family, backlog=2048, dualstack_ipv6=is_dual)
 
 
 def address(listener: socket.socket) -> str:

@@ -15,16 +15,19 @@ from typing import NoReturn, get_args
 from pydantic import ValidationError
 
 from service.errors import printable
-from service.settings import SECRETS, Settings, flag_of
+from service.settings import NEVER_EMPTY, SECRETS, Settings, flag_of
 
 ENV_PREFIX = "VISION_SIDECAR_"
 _MAX_VALUE_CHARS = 64
 _MAX_MESSAGE_CHARS = 400
 
-# Kubernetes gives every pod these variables for a Service called vision-sidecar. They are not ours.
+# Kubernetes gives every pod these variables for a Service called vision-sidecar or vision-sidecar-something.
+# They are not ours. No setting looks like one of them but the port, which is told by its value.
 _SERVICE_LINK = re.compile(
     ENV_PREFIX
-    + r"(SERVICE_HOST|SERVICE_PORT(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_.*)?|PORT=(tcp|udp|sctp)://.*)(=.*)?",
+    + r"([A-Z0-9_]+_)?"
+    + r"(SERVICE_HOST=.*|SERVICE_PORT(_[A-Z0-9_]+)?=.*|PORT=(tcp|udp|sctp)://.*"
+    + r"|PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?=.*)",
     re.DOTALL,
 )
 
@@ -104,7 +107,8 @@ def _visible(flag: str, text: str) -> str:
 def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
     """Settings from flags (what follows `serve`) and environment variables; flags win.
 
-    A variable that is empty counts as not set. Raises `SettingsError`; `--help` prints and exits.
+    A variable that is empty counts as not set, unless it is there to keep strangers out. Raises
+    `SettingsError`; `--help` prints and exits.
     """
     parser = _Parser(
         prog="vision-sidecar serve",
@@ -139,7 +143,7 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:
         if variable not in names:
             shown = printable(variable)
             raise SettingsError(f"unknown environment variable {shown}{_suggestion(shown, names)}")
-        if value:
+        if value or names[variable] in NEVER_EMPTY:
             values[names[variable]] = value
     return values
 

@@ -48,6 +48,13 @@ def _check_key(key: SecretStr) -> SecretStr:
     return key
 
 
+def _named(value: object) -> object:
+    """Not an empty path, which would be the working directory."""
+    if value == "":
+        raise PydanticCustomError("file", "it names no file")
+    return value
+
+
 def read_keys(path: Path) -> tuple[SecretStr, ...]:
     """The keys in a file, one a line; blank lines and lines that begin with # are ignored.
 
@@ -76,5 +83,6 @@ _Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+)$
 
 Hosts = Annotated[tuple[_Host, ...], BeforeValidator(split_list)]
 Keys = Annotated[tuple[_Key, ...], BeforeValidator(_split_keys)]
+NamedFile = Annotated[Path, BeforeValidator(_named)]
 Networks = Annotated[tuple[Network, ...], BeforeValidator(split_list)]
 Origins = Annotated[tuple[_Origin, ...], BeforeValidator(split_list)]

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NoReturn, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
-from service.setting_types import Hosts, Keys, Networks, Origins, read_keys, split_list
+from service.setting_types import Hosts, Keys, NamedFile, Networks, Origins, read_keys, split_list
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -44,6 +44,8 @@ def _available_cores() -> int:
 
 # Settings whose values are shown nowhere.
 SECRETS = frozenset({"api_keys"})
+# Settings that keep strangers out. An empty one is a mistake that would let them in.
+NEVER_EMPTY = frozenset({"api_keys", "api_keys_file"})
 
 
 class Settings(BaseModel):
@@ -51,14 +53,16 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
-    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 is all of IPv4, :: all of both"
+    )
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     api_keys: Keys = Field(
         (),
         description="keys of clients, which send one as `Authorization: Bearer KEY`, comma-separated; a flag "
         "can be seen by others on this machine, the variable and a file not [no key is needed]",
     )
-    api_keys_file: Path | None = Field(
+    api_keys_file: NamedFile | None = Field(
         None,
         description="file with more such keys, one a line; blank lines and lines with # in front are ignored",
     )

@@ -102,23 +102,24 @@ def test_flags_win_over_variables() -> None:
     assert (settings.port, settings.host) == (2, "::1")
 
 
-def test_empty_variable_counts_as_not_set() -> None:
-    assert parse_settings(
-        [], {"VISION_SIDECAR_MIN_PIXELS": "", "VISION_SIDECAR_MODEL": ""}
-    ) == parse_settings([], {})
+def test_an_empty_variable_counts_as_not_set_unless_it_keeps_strangers_out() -> None:
+    others = Settings.model_fields.keys() - {"api_keys", "api_keys_file"}
+    assert parse_settings([], {ENV_PREFIX + name.upper(): "" for name in others}) == parse_settings([], {})
 
 
-def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_ignored() -> None:
-    environ = {
-        "VISION_SIDECAR_SERVICE_HOST": "10.0.0.1",
-        "VISION_SIDECAR_SERVICE_PORT": "8080",
-        "VISION_SIDECAR_SERVICE_PORT_HTTP": "8080",
-        "VISION_SIDECAR_PORT": "tcp://10.0.0.1:8080",
-        "VISION_SIDECAR_PORT_8080_TCP": "tcp://10.0.0.1:8080",
-        "VISION_SIDECAR_PORT_8080_TCP_ADDR": "10.0.0.1",
-        "VISION_SIDECAR_PORT_8080_TCP_PORT": "8080",
-        "VISION_SIDECAR_PORT_8080_TCP_PROTO": "tcp",
+@pytest.mark.parametrize("service", ["", "METRICS_", "CANARY_2_", "MAX_PIXELS_"])
+def test_variables_that_kubernetes_sets_for_a_service_of_such_a_name_are_ignored(service: str) -> None:
+    values = {
+        "SERVICE_HOST": "10.0.0.1",
+        "SERVICE_PORT": "8080",
+        "SERVICE_PORT_HTTP_ALT": "8080",
+        "PORT": "tcp://10.0.0.1:8080",
+        "PORT_8080_TCP": "tcp://10.0.0.1:8080",
+        "PORT_8080_TCP_ADDR": "10.0.0.1",
+        "PORT_8080_TCP_PORT": "8080",
+        "PORT_8080_TCP_PROTO": "tcp",
     }
+    environ = {f"VISION_SIDECAR_{service}{name}": value for name, value in values.items()}
     assert parse_settings([], environ) == parse_settings([], {})
 
 
@@ -133,6 +134,11 @@ def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_ignored() 
         ([], {"VISION_SIDECAR_PROT": "1"}, ["VISION_SIDECAR_PROT", "did you mean VISION_SIDECAR_PORT?"]),
         ([], {"VISION_SIDECAR_port": "1"}, ["VISION_SIDECAR_port"]),
         ([], {"VISION_SIDECAR_ZZZZ": ""}, ["VISION_SIDECAR_ZZZZ"]),
+        # Not as Kubernetes writes what it sets for a Service.
+        ([], {"VISION_SIDECAR_CANARY_PORT": "8080"}, ["VISION_SIDECAR_CANARY_PORT"]),
+        ([], {"VISION_SIDECAR_PORTS": "tcp://10.0.0.1:80"}, ["did you mean VISION_SIDECAR_PORT?"]),
+        ([], {"VISION_SIDECAR_HTTP_HOST": "::"}, ["did you mean VISION_SIDECAR_HOST?"]),
+        ([], {"VISION_SIDECAR_PORT_HTTP": "8080"}, ["did you mean VISION_SIDECAR_PORT?"]),
         (["--port", "x"], {"VISION_SIDECAR_PORT": "1"}, ["--port: 'x'", "integer"]),
         ([], {"VISION_SIDECAR_PORT": "x"}, ["VISION_SIDECAR_PORT: 'x'", "integer"]),
         (["--port", "65536"], {}, ["--port: '65536'", "65535"]),
@@ -178,6 +184,11 @@ def test_variables_that_kubernetes_sets_for_a_service_of_our_name_are_ignored() 
         (["--media-timeout-s", "0"], {}, ["--media-timeout-s: '0'", "greater than 0"]),
         (["--api-keys="], {}, ["--api-keys", "no key"]),
         (["--api-keys", " "], {}, ["--api-keys", "no key"]),
+        # An empty secret must not open the server.
+        ([], {"VISION_SIDECAR_API_KEYS": ""}, ["VISION_SIDECAR_API_KEYS", "no key"]),
+        ([], {"VISION_SIDECAR_API_KEYS": "\n"}, ["VISION_SIDECAR_API_KEYS", "no key"]),
+        ([], {"VISION_SIDECAR_API_KEYS_FILE": ""}, ["VISION_SIDECAR_API_KEYS_FILE: ''", "no file"]),
+        (["--api-keys-file="], {}, ["--api-keys-file: ''", "no file"]),
         (["--cudagraph-mm-encoder=maybe"], {}, ["--cudagraph-mm-encoder: 'maybe'", "boolean"]),
         (["--cudagraph-mm-encoder", "extra"], {}, ["--cudagraph-mm-encoder: 'extra'", "boolean"]),
         (["--no-cudagraph-mm-encoder=true"], {}, ["--no-cudagraph-mm-encoder", "true"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import re
@@ -375,3 +376,33 @@ def test_addresses() -> None:
     if socket.has_ipv6:
         with listen("::1", 0) as listener:
             assert re.fullmatch(r"http://\[::1\]:[1-9]\d+", address(listener))
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize(
+    ("host", "answers"),
+    [
+        ("0.0.0.0", {"127.0.0.1"}),
+        ("127.0.0.1", {"127.0.0.1"}),
+        ("::", {"127.0.0.1", "::1"}),
+        ("0::0", {"127.0.0.1", "::1"}),
+        ("::1", {"::1"}),
+    ],
+)
+def test_a_host_is_one_address_or_all(host: str, answers: set[str]) -> None:
+    with listen(host, 0) as listener:
+        reached = set()
+        for asked in ("127.0.0.1", "::1"):
+            with contextlib.suppress(OSError):
+                socket.create_connection((asked, listener.getsockname()[1]), timeout=5).close()
+                reached.add(asked)
+    assert reached == answers
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70, "name.invalid"])
+def test_a_host_that_is_no_address_exits_with_1_and_one_line(
+    host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert main(["serve", "--port", "0", "--host", host]) == 1
+    [line] = caplog.messages
+    assert line.startswith(f"cannot listen on {host}:0: ")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,11 +19,12 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from service.__main__ import listen
 from service.arguments import ENV_PREFIX
 from service.metrics import Metrics
 from service.routes import metrics as metrics_route
 from service.routes import probes
-from service.settings import Settings
+from service.settings import NEVER_EMPTY, Settings
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -151,6 +154,14 @@ def test_compose_starts_vllm_once_the_server_is_ready_and_without_its_vision_enc
     server = COMPOSE["services"]["vision-sidecar"]["environment"]
     assert server["VISION_SIDECAR_MODEL"] == vllm["command"][0]
     assert f"--revision={server['VISION_SIDECAR_REVISION']}" in vllm["command"]
+    # With these vLLM would not take our uuid as it stands. Our limit of pixels needs no twin there.
+    assert not any("mm-processor-kwargs" in word or "media-io-kwargs" in word for word in vllm["command"])
+
+
+@pytest.mark.parametrize("service", ["demo", "vision-sidecar"])
+def test_compose_gives_no_variable_that_must_not_be_empty(service: str) -> None:
+    given = COMPOSE["services"][service].get("environment", {})
+    assert not {ENV_PREFIX + name.upper() for name in NEVER_EMPTY} & set(given)
 
 
 def shutdown_s() -> float:
@@ -237,41 +248,66 @@ def test_the_build_is_given_what_it_copies_and_nothing_else() -> None:
     assert all((ROOT / path).exists() for path in given)
 
 
-@pytest.fixture
-def answering() -> Iterator[tuple[str, list[int]]]:
-    """The port of a server that gives the statuses of a list, one after another."""
-    statuses: list[int] = []
+@contextmanager
+def answering(host: str, *statuses: int) -> Iterator[str]:
+    """The port of a server that listens on that host as ours does, and gives the statuses in turn."""
+    left = list(statuses)
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(statuses.pop(0) if self.path == "/readyz" else 404)
+            self.send_response(left.pop(0) if self.path == "/readyz" else 404)
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-    thread.start()
-    yield str(server.server_port), statuses
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with ThreadingHTTPServer(("", 0), Handler, bind_and_activate=False) as server:
+        server.socket.close()
+        server.socket = listen(host, 0)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield str(server.socket.getsockname()[1])
+        finally:
+            server.shutdown()
+            thread.join()
+    assert left == []
 
 
-def check_health(port: str) -> int:
-    command: Sequence[str] = [sys.executable, "-I", "-S", str(ROOT / "deploy/healthcheck.py")]
+def check_health(**settings: str) -> tuple[int, str]:
+    """Exit code, and what is said."""
+    command = [sys.executable, "-I", "-S", str(ROOT / "deploy/healthcheck.py")]
     # A proxy that the environment names must not be asked.
-    environ = {"VISION_SIDECAR_PORT": port, "http_proxy": "http://127.0.0.1:9"}
-    return subprocess.run(command, env=environ, capture_output=True, timeout=20).returncode
+    environ = {"http_proxy": "http://127.0.0.1:9"} | {
+        ENV_PREFIX + name.upper(): value for name, value in settings.items()
+    }
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=20)
+    assert done.stderr == ""
+    return done.returncode, done.stdout
 
 
-def test_the_health_check_tells_ready_from_not_ready_and_from_gone(
-    answering: tuple[str, list[int]],
-) -> None:
-    port, statuses = answering
-    statuses += [200, 503]
-    assert check_health(port) == 0
-    assert check_health(port) == 1
-    assert statuses == []
-    assert check_health("9") == 1
+def test_the_health_check_tells_ready_from_not_ready_and_from_gone() -> None:
+    with answering("127.0.0.1", 200, 503) as port:
+        assert check_health(port=port) == (0, "")
+        assert check_health(port=port) == (1, f"127.0.0.1 port {port}: 503 Service Unavailable\n")
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "localhost", "0.0.0.0", "::", "0::0", "::1"])
+def test_the_health_check_finds_the_server_on_whichever_host_it_listens(host: str) -> None:
+    with answering(host or "127.0.0.1", 200) as port:
+        assert check_health(port=port, host=host) == (0, "")
+
+
+@pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])  # a container may have no IPv6 loopback
+def test_the_health_check_says_whom_it_asked_and_why_that_failed(host: str) -> None:
+    code, reason = check_health(host=host, port="9")
+    assert code == 1
+    assert re.fullmatch(r"127\.0\.0\.1 port 9: .*refused\n", reason)
+
+
+@pytest.mark.parametrize("port", [{}, {"port": ""}, {"port": "tcp://10.0.0.1:80"}])
+def test_the_health_check_asks_the_usual_port_where_none_is_set(port: dict[str, str]) -> None:
+    code, reason = check_health(host="name.invalid", **port)
+    assert code == 1
+    assert reason.startswith("name.invalid port 8080: ")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from service import __main__ as main
 from service.bench import encoder, serve
 from service.errors import ERROR_CODES
 from service.metrics import Metrics
@@ -87,3 +88,10 @@ def test_every_file_that_development_names_exists() -> None:
     assert len(named) > 15
     for path in named:
         assert (ROOT / path).exists(), path
+
+
+def test_every_exit_code_is_in_the_table() -> None:
+    table = API.partition("| exit code |")[2].partition("\n\n")[0]
+    assert re.findall(r"^\| (\d) \|", table, re.MULTILINE) == re.findall(
+        r"(?<=[ :])(\d) ", main.__doc__ or ""
+    )

@@ -201,6 +201,44 @@ def test_a_server_that_is_not_there_is_waited_for_and_then_given_up(tmp_path: Pa
     assert "Traceback" not in error
 
 
+# Name of the folder, name of the file, what is in the file before, and what is said.
+UNUSABLE = [
+    ("on", "out", None, "on cannot be read: No such file or directory"),
+    ("in/000.png", "out", None, "in/000.png cannot be read: Not a directory"),
+    ("in", "none/out", None, "none/out cannot be written: No such file or directory"),
+    ("in", "in", None, "in cannot be written: Is a directory"),
+    ("in", "out", b"no JSON\n", "out holds something else"),
+    ("in", "out", b"[]\n", "out holds something else"),
+    ("in", "out", b'{"x": 1}\n', "out holds something else"),
+    ("in", "out", b"\xff\xfe\n", "out holds something else"),
+    ("in", "out", b"one line that nobody may take away", "out holds something else"),
+    ("in", "out", b'{"p": "nor this"}', "out holds something else"),
+]
+
+
+@pytest.mark.parametrize(("folder", "file", "content", "said"), UNUSABLE)
+def test_a_folder_or_file_that_cannot_be_used_is_left_as_it_is_and_told_in_one_line(
+    folder: str, file: str, content: bytes | None, said: str, tmp_path: Path
+) -> None:
+    write_images(tmp_path / "in", 1)
+    if content is not None:
+        (tmp_path / file).write_bytes(content)
+    process = start("embed_folder.py", tmp_path / folder, tmp_path / file, "--sidecar", "http://127.0.0.1:9")
+    code, _, error = finish(process)
+    assert (code, error.count("\n")) == (2, 1)
+    assert said in error
+    path = tmp_path / file
+    assert (path.read_bytes() if path.is_file() else None) == content
+
+
+def test_no_request_at_once_would_be_no_work(tmp_path: Path) -> None:
+    write_images(tmp_path / "in", 1)
+    arguments = (tmp_path / "in", tmp_path / "out", "--concurrency", "0")
+    code, _, error = finish(start("embed_folder.py", *arguments))
+    assert code == 2
+    assert "--concurrency: it must be at least 1" in error
+
+
 def content_part(uuid: str) -> dict[str, Any]:
     embeds = {"image_embeds": "AAAA", "image_grid_thw": [1, 4, 4]}
     return {"type": "image_embeds", "uuid": uuid, "image_embeds": embeds}
@@ -229,6 +267,13 @@ def test_images_reach_the_language_model_as_embeddings(fake: Fake, tmp_path: Pat
     assert sent["model"] == "the-model"
     question = {"type": "text", "text": "What is it?"}
     assert sent["messages"] == [{"role": "user", "content": [*parts, question]}]
+
+
+@pytest.mark.parametrize(("name", "said"), [("on.jpg", "No such file or directory"), (".", "Is a directory")])
+def test_an_image_that_cannot_be_read_is_told_in_one_line(name: str, said: str, tmp_path: Path) -> None:
+    code, out, error = finish(start("embed_and_chat.py", "What is it?", tmp_path / name))
+    assert (code, out, error.count("\n")) == (1, "", 1)
+    assert said in error
 
 
 def test_what_a_server_refuses_is_told(fake: Fake, tmp_path: Path) -> None:

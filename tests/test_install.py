@@ -29,7 +29,16 @@ esac
 class Run:
     """One run: the calls of pip and uv that change something, the exit code, and what was said."""
 
-    def __init__(self, folder: Path, installed: str, torch: str, *, system: str, cannot_find: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        installed: str,
+        torch: str,
+        *,
+        requirement: str = ".[dev]",
+        system: str = "Linux",
+        cannot_find: str = "nothing",
+    ) -> None:
         bin_folder = folder / "venv" / "bin"
         bin_folder.mkdir(parents=True)
         scripts = {
@@ -49,7 +58,7 @@ class Run:
             "CANNOT_FIND": cannot_find,
             "TORCH": torch,
         }
-        command = ["sh", str(ROOT / "deploy/install.sh"), str(folder / "venv"), ".[dev]"]
+        command = ["sh", str(ROOT / "deploy/install.sh"), str(folder / "venv"), requirement]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
         self.code, self.said = done.returncode, done.stderr
         flags = re.compile(r"--disable-pip-version-check |-q |-c deploy/constraints.txt |--python \S+ ")
@@ -78,7 +87,7 @@ def test_the_build_that_is_asked_for_replaces_another(
     system: str, torch: str, installed: str, wanted: str | None, tmp_path: Path
 ) -> None:
     there = {"": "", "plain": VERSION, "other": "1.0.0"}.get(installed, VERSION + installed)
-    run = Run(tmp_path, there, torch, system=system, cannot_find="nothing")
+    run = Run(tmp_path, there, torch, system=system)
     steps = [] if wanted is None else [f"install torch=={VERSION}{wanted}"]
     if installed and wanted is not None:
         steps.insert(0, "uninstall -y torch")
@@ -87,8 +96,26 @@ def test_the_build_that_is_asked_for_replaces_another(
     assert (run.code, run.said) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("torch", "requirement", "installed"),
+    [
+        ("cpu", ".", "."),
+        ("cpu", ".[ray]", ".[ray]"),
+        ("cuda", ".", ".[gpu]"),
+        ("cuda", ".[ray]", ".[ray,gpu]"),
+        ("cuda", ".[dev,ray]", ".[dev,ray,gpu]"),
+    ],
+)
+def test_with_cuda_every_choice_of_extras_gets_the_kernels(
+    torch: str, requirement: str, installed: str, tmp_path: Path
+) -> None:
+    there = f"{VERSION}+cpu" if torch == "cpu" else VERSION
+    run = Run(tmp_path, there, torch, requirement=requirement)
+    assert run.calls == [f"install -e {installed}"]
+
+
 def test_where_pip_has_no_cpu_build_uv_is_asked_and_the_reason_is_told(tmp_path: Path) -> None:
-    run = Run(tmp_path, "", "cpu", system="Linux", cannot_find=f"{VERSION}+cpu")
+    run = Run(tmp_path, "", "cpu", cannot_find=f"{VERSION}+cpu")
     uv = f"pip install --torch-backend cpu torch=={VERSION}"
     assert run.calls == [f"install torch=={VERSION}+cpu", "install uv", uv, "install -e .[dev]"]
     assert run.code == 0
@@ -96,13 +123,13 @@ def test_where_pip_has_no_cpu_build_uv_is_asked_and_the_reason_is_told(tmp_path:
 
 
 def test_another_build_that_cannot_be_found_ends_the_installation(tmp_path: Path) -> None:
-    run = Run(tmp_path, "", "cuda", system="Linux", cannot_find=VERSION)
+    run = Run(tmp_path, "", "cuda", cannot_find=VERSION)
     assert run.calls == [f"install torch=={VERSION}"]
     assert run.code == 1
     assert "no matching build of torch" in run.said
 
 
 def test_a_build_that_does_not_exist_is_refused(tmp_path: Path) -> None:
-    run = Run(tmp_path, "", "rocm", system="Linux", cannot_find="nothing")
+    run = Run(tmp_path, "", "rocm")
     assert (run.calls, run.code) == ([], 2)
     assert "cpu or cuda, not rocm" in run.said

@@ -7,7 +7,7 @@ little-endian, which `numpy.frombuffer(base64.b64decode(text), "<f4")` reads. Wh
 not sent again, so run it again after an interruption, or when images were added.
 
 A server that is full, restarts or cannot be reached is waited for. An image that it refuses is named at the
-end, and the exit code is then 1.
+end, and the exit code is then 1. It is 2 where the folder cannot be read or nothing can be added to the file.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ SUFFIXES = frozenset([".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", 
 # Full, restarting, or behind a proxy that cannot reach it.
 TRY_AGAIN = frozenset({408, 429, 502, 503, 504})
 LONGEST_PAUSE_S = 10.0
+BEGINNING = b'{"path": "'  # of every line
 
 
 class Refused(Exception):
@@ -39,6 +40,10 @@ class Refused(Exception):
 
 class GivenUp(Exception):
     """Nothing works any more: the server is gone for too long, or serves another model."""
+
+
+class Unusable(Exception):
+    """The folder or the file is not what it should be."""
 
 
 @dataclass(frozen=True)
@@ -57,17 +62,25 @@ class Output:
     def __init__(self, path: Path) -> None:
         self.paths: set[str] = set()
         self._fingerprint: str | None = None
-        self._file: BinaryIO = path.open("a+b")
-        self._read()
+        try:
+            self._file: BinaryIO = path.open("a+b")
+        except OSError as error:
+            raise Unusable(f"{path} cannot be written: {error.strerror}") from None
+        try:
+            self._read()
+        except (TypeError, ValueError):
+            raise Unusable(f"{path} holds something else than lines of this program") from None
 
     def _read(self) -> None:
+        """Raises `TypeError` or `ValueError` where something else is in it."""
         self._file.seek(0)
         end = 0
         for line in self._file:
-            if not line.endswith(b"\n"):
-                break  # cut off while it was written
-            self._remember(Line(**json.loads(line)))
-            end += len(line)
+            if line.endswith(b"\n"):
+                self._remember(Line(**json.loads(line)))
+                end += len(line)
+            elif line[: len(BEGINNING)] != BEGINNING[: len(line)]:
+                raise ValueError("not cut off while it was written, but another file")
         self._file.truncate(end)
 
     def _remember(self, line: Line) -> None:
@@ -165,7 +178,11 @@ async def embed_all(
 
 
 def find_images(folder: Path) -> Iterator[str]:
-    """Paths of the images in the folder and below, in order."""
+    """Paths of the images in the folder and below, in order. Raises `Unusable`."""
+    try:
+        os.listdir(folder)
+    except OSError as error:
+        raise Unusable(f"{folder} cannot be read: {error.strerror}") from None
     for path in sorted(folder.rglob("*")):
         if path.suffix.lower() in SUFFIXES and path.is_file():
             yield path.relative_to(folder).as_posix()
@@ -173,8 +190,9 @@ def find_images(folder: Path) -> Iterator[str]:
 
 async def run(options: argparse.Namespace) -> int:
     key = os.environ.get("SIDECAR_API_KEY")
+    paths = list(find_images(options.folder))  # before the file is made
     output = Output(options.output)
-    missing = [path for path in find_images(options.folder) if path not in output.paths]
+    missing = [path for path in paths if path not in output.paths]
     sys.stderr.write(f"{len(output.paths)} images are in {options.output}, {len(missing)} are missing\n")
     try:
         async with httpx.AsyncClient(
@@ -192,6 +210,12 @@ async def run(options: argparse.Namespace) -> int:
     return 1 if refused else 0
 
 
+def count(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError("it must be at least 1")
+    return int(text)
+
+
 def main() -> int:
     assert __doc__ is not None, "python -OO strips the text for --help"
     parser = argparse.ArgumentParser(
@@ -200,12 +224,18 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("output", type=Path)
     parser.add_argument("--sidecar", default="http://127.0.0.1:8080", metavar="URL")
-    parser.add_argument("--concurrency", type=int, default=16, help="requests at once [16]")
+    parser.add_argument("--concurrency", type=count, default=16, help="requests at once [16]")
     parser.add_argument("--patience-s", type=float, default=300, help="how long to wait for a server [300]")
     options = parser.parse_args()
     try:
         return asyncio.run(run(options))
     except GivenUp as error:
+        sys.stderr.write(f"{error}\nRun it again to go on.\n")
+        return 1
+    except Unusable as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    except OSError as error:  # a full disk
         sys.stderr.write(f"{error}\nRun it again to go on.\n")
         return 1
     except KeyboardInterrupt:
