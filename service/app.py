@@ -20,9 +20,11 @@ from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
 from service.admission import ByteBudget
+from service.decoding_memory import DecodingMemory
 from service.engine import Engine
 from service.fetch import Fetcher, make_fetcher
 from service.guard import GuardMiddleware
+from service.images import ImageLimits
 from service.keys import KeyMiddleware
 from service.loaded import HasReplicas
 from service.metrics import Collects, Metrics
@@ -43,6 +45,8 @@ COUNTED_ROUTES = (embed.PATH, embeddings.PATH, *info.PATHS, metrics.PATH, *docs.
 
 _WRITER_THREADS = 2  # for large bodies and answers; more would only wait for the interpreter lock
 
+_DECODING_BYTES = 2**30  # of all processes together
+
 _DESCRIPTION = """Image embeddings from the vision transformer of a Qwen3-VL checkpoint.
 
     curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' http://localhost:8080/embed
@@ -59,6 +63,7 @@ class Together:
     held_bytes: Tally
     gather: Callable[[], Awaitable[Collects]]
     started_at: int  # seconds since 1970
+    num_servers: int = 1
     owns_devices: bool = True  # and watches them, as only their owner sees how they get on
 
 
@@ -94,6 +99,7 @@ def create_app(
     )
     budget = ByteBudget(settings.max_inflight_bytes, together.held_bytes)
     counters.watch_queue(engine.batcher, budget)
+    memory = _decoding_memory(settings, together.num_servers)
     decoders = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
     writers = ThreadPoolExecutor(_WRITER_THREADS, thread_name_prefix="write")
     fetcher = start_fetcher(settings)
@@ -122,7 +128,7 @@ def create_app(
     )
     app.add_exception_handler(HTTPException, raise_api_error)
     app.router.route_class = RawRoute
-    pipeline = Pipeline(settings, engine, engine.batcher, budget, decoders, writers, fetcher)
+    pipeline = Pipeline(settings, engine, engine.batcher, budget, decoders, writers, fetcher, memory)
     embed.add_routes(app.router, engine, pipeline)
     embeddings.add_routes(app.router, engine, pipeline)
     probes.add_routes(app.router, engine)
@@ -137,6 +143,12 @@ def _alone(registry: CollectorRegistry) -> Together:
         return registry
 
     return Together(OwnTally(), OwnTally(), gather, int(time.time()))
+
+
+def _decoding_memory(settings: Settings, num_servers: int) -> DecodingMemory:
+    """One server's share, and never less than the largest image needs."""
+    limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
+    return DecodingMemory(max(_DECODING_BYTES // num_servers, limits.max_decoding_bytes))
 
 
 @asynccontextmanager

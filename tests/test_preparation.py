@@ -12,6 +12,7 @@ import pytest
 
 from models import EncodeItem, Patches, Preprocessor, VisionEncoder
 from service.batcher import Batcher
+from service.decoding_memory import DecodingMemory
 from service.errors import ApiError
 from service.images import ImageLimits
 from service.options import resolve_options
@@ -61,7 +62,9 @@ class Bench:
         limits = QueueLimits(max_batch_tokens=100, max_queue_tokens=max_queue_tokens)
         self.batcher = Batcher(limits, observe=lambda stats: None, on_lost=lambda error: None)
         self.batcher.add_device("a")
-        self._preparer = Preparer(self.batcher, self.executor, ImageLimits(2**20, 2**20), max_tokens)
+        self.memory = DecodingMemory(2**24)
+        limits_of_images = ImageLimits(2**20, 2**20)
+        self._preparer = Preparer(self.batcher, self.executor, limits_of_images, max_tokens, self.memory)
 
     def start(self, *images: bytes) -> tuple[Ticket, Preparation]:
         ticket = self.callers.ticket()
