@@ -1,6 +1,7 @@
 """How many bytes images may take while they are decoded and resized, of all decode threads together.
 
-A small file may hold many pixels, so the number of threads alone is no bound on their memory. Knows numbers of bytes; nothing of images or requests.
+A small file may hold many pixels, so the number of threads alone is no bound on their memory. Knows numbers
+of bytes; nothing of images or requests.
 """
 
 from __future__ import annotations

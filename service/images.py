@@ -77,10 +77,12 @@ class ImageHeader:
     def decode(self) -> npt.NDArray[np.uint8]:
         """RGB, upright: a C-contiguous, writable array [height, width, 3].
 
-        Bytes a pixel at its peak, measured at 4096 x 4096: JPEG 3.0, turned 6.0, of many scans 6.0 to 9.0, CMYK
-        7.3 and 12.1; PNG, GIF, BMP and TIFF 4.2 to 7.6, one strip of 16 bits 12.2; AVIF 5.8 to 13.4; WebP
-        16.2. Raises `BadRequest` (400, `invalid_image`) for broken or truncated data, `UnsupportedMedia`
-        (415) for an unusual layout.
+        Bytes a pixel at its peak, measured at 4096 x 4096: JPEG 3.0, turned 6.0, of many scans 6.0 to 9.0;
+        CMYK 7.3 and 12.1. PNG, GIF, BMP, TIFF 4.2 to 7.6, in one strip of 16 bits 12.2. AVIF 5.8 to 13.4,
+        WebP 16.2.
+
+        Raises `BadRequest` (400, `invalid_image`) for broken or truncated data, `UnsupportedMedia` (415) for
+        an unusual layout.
         """
         stored = self._stored
         with _broken_data_as_error(self.format):
