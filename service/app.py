@@ -45,8 +45,6 @@ COUNTED_ROUTES = (embed.PATH, embeddings.PATH, *info.PATHS, metrics.PATH, *docs.
 
 _WRITER_THREADS = 2  # for large bodies and answers; more would only wait for the interpreter lock
 
-_DECODING_BYTES = 2**30  # of all processes together
-
 _DESCRIPTION = """Image embeddings from the vision transformer of a Qwen3-VL checkpoint.
 
     curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' http://localhost:8080/embed
@@ -63,7 +61,7 @@ class Together:
     held_bytes: Tally
     gather: Callable[[], Awaitable[Collects]]
     started_at: int  # seconds since 1970
-    num_servers: int = 1
+    num_servers: int
     owns_devices: bool = True  # and watches them, as only their owner sees how they get on
 
 
@@ -99,7 +97,8 @@ def create_app(
     )
     budget = ByteBudget(settings.max_inflight_bytes, together.held_bytes)
     counters.watch_queue(engine.batcher, budget)
-    memory = _decoding_memory(settings, together.num_servers)
+    limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
+    memory = DecodingMemory.share(together.num_servers, limits.max_decoding_bytes)
     decoders = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
     writers = ThreadPoolExecutor(_WRITER_THREADS, thread_name_prefix="write")
     fetcher = start_fetcher(settings)
@@ -142,13 +141,7 @@ def _alone(registry: CollectorRegistry) -> Together:
     async def gather() -> Collects:
         return registry
 
-    return Together(OwnTally(), OwnTally(), gather, int(time.time()))
-
-
-def _decoding_memory(settings: Settings, num_servers: int) -> DecodingMemory:
-    """One server's share, and never less than the largest image needs."""
-    limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
-    return DecodingMemory(max(_DECODING_BYTES // num_servers, limits.max_decoding_bytes))
+    return Together(OwnTally(), OwnTally(), gather, int(time.time()), num_servers=1)
 
 
 @asynccontextmanager

@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
+_BYTES = 2**30  # of all API servers together
+
+
 class DecodingMemory:
     """Room that threads take and wait for: first come, first served, so that none waits for ever.
 
@@ -23,6 +26,11 @@ class DecodingMemory:
         self._changed = threading.Condition(threading.Lock())
         self._held_bytes = 0
         self._waiting: deque[object] = deque()  # turns, the next one first
+
+    @classmethod
+    def share(cls, num_servers: int, largest_bytes: int) -> DecodingMemory:
+        """That of one of so many API servers: never less than the largest image takes."""
+        return cls(max(_BYTES // num_servers, largest_bytes))
 
     @property
     def held_bytes(self) -> int:

@@ -72,6 +72,15 @@ def holders(memory: DecodingMemory) -> Iterator[Holders]:
     assert (memory.held_bytes, memory.num_waiting) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    ("num_servers", "largest_bytes", "max_bytes"), [(1, 5, 2**30), (4, 5, 2**28), (4, 2**29, 2**29)]
+)
+def test_api_servers_divide_it_and_each_has_room_for_the_largest_image(
+    num_servers: int, largest_bytes: int, max_bytes: int
+) -> None:
+    assert DecodingMemory.share(num_servers, largest_bytes).max_bytes == max_bytes
+
+
 def test_room_is_held_until_the_block_ends() -> None:
     memory = DecodingMemory(100)
     with memory.room(60, always) as first, memory.room(40, always) as second:
