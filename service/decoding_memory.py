@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-
 _BYTES = 2**30  # of all API servers together
 
 
