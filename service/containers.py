@@ -27,14 +27,14 @@ _MAX_CHUNKS = 65_536  # chunks or segments; real files have hundreds, rarely tho
 _MAX_PREAMBLE_BYTES = 1 << 20  # of a GIF, up to its first image
 _MAX_SCANS = 1024  # of a JPEG; real files have about 10, and each costs a pass over all pixels
 _MAX_SCANNED_PIXELS = 1 << 29
+_MAX_PIXELS_PER_BYTE = 512  # of a Huffman-coded JPEG: at least a bit for each block of 8 × 8
+
 # What decoding takes at its peak, where it is more than usual. Measured, but for an AVIF of more than 8 bits.
 _MANY_SCANS_BYTES = 13  # a JPEG's coefficients as well, 2 for each component
 _WEBP_BYTES = 17  # two canvases, and the frame
 _AVIF_BYTES = 22  # planes of 16 bits with and without film grain, and the frame
 _TIFF_BYTES = 13  # one strip of 16-bit colours and alpha
 MAX_BYTES_PER_PIXEL = _AVIF_BYTES
-
-_MAX_PIXELS_PER_BYTE = 512  # of a Huffman-coded JPEG: at least a bit for each block of 8 × 8
 
 Parts = tuple[bytes | memoryview, ...]
 
