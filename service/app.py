@@ -20,9 +20,11 @@ from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
 from service.admission import ByteBudget
+from service.decoding_memory import DecodingMemory
 from service.engine import Engine
 from service.fetch import Fetcher, make_fetcher
 from service.guard import GuardMiddleware
+from service.images import ImageLimits
 from service.keys import KeyMiddleware
 from service.loaded import HasReplicas
 from service.metrics import Collects, Metrics
@@ -59,6 +61,7 @@ class Together:
     held_bytes: Tally
     gather: Callable[[], Awaitable[Collects]]
     started_at: int  # seconds since 1970
+    num_servers: int
     owns_devices: bool = True  # and watches them, as only their owner sees how they get on
 
 
@@ -94,6 +97,8 @@ def create_app(
     )
     budget = ByteBudget(settings.max_inflight_bytes, together.held_bytes)
     counters.watch_queue(engine.batcher, budget)
+    limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
+    memory = DecodingMemory.share(together.num_servers, limits.max_decoding_bytes)
     decoders = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
     writers = ThreadPoolExecutor(_WRITER_THREADS, thread_name_prefix="write")
     fetcher = start_fetcher(settings)
@@ -122,7 +127,7 @@ def create_app(
     )
     app.add_exception_handler(HTTPException, raise_api_error)
     app.router.route_class = RawRoute
-    pipeline = Pipeline(settings, engine, engine.batcher, budget, decoders, writers, fetcher)
+    pipeline = Pipeline(settings, engine, engine.batcher, budget, decoders, writers, fetcher, memory)
     embed.add_routes(app.router, engine, pipeline)
     embeddings.add_routes(app.router, engine, pipeline)
     probes.add_routes(app.router, engine)
@@ -136,7 +141,7 @@ def _alone(registry: CollectorRegistry) -> Together:
     async def gather() -> Collects:
         return registry
 
-    return Together(OwnTally(), OwnTally(), gather, int(time.time()))
+    return Together(OwnTally(), OwnTally(), gather, int(time.time()), num_servers=1)
 
 
 @asynccontextmanager

@@ -29,6 +29,13 @@ _MAX_SCANS = 1024  # of a JPEG; real files have about 10, and each costs a pass 
 _MAX_SCANNED_PIXELS = 1 << 29
 _MAX_PIXELS_PER_BYTE = 512  # of a Huffman-coded JPEG: at least a bit for each block of 8 × 8
 
+# What decoding takes at its peak, where it is more than usual. Measured, but for an AVIF of more than 8 bits.
+_MANY_SCANS_BYTES = 13  # a JPEG's coefficients as well, 2 for each component
+_WEBP_BYTES = 17  # two canvases, and the frame
+_AVIF_BYTES = 22  # planes of 16 bits with and without film grain, and the frame
+_TIFF_BYTES = 13  # one strip of 16-bit colours and alpha
+MAX_BYTES_PER_PIXEL = _AVIF_BYTES
+
 Parts = tuple[bytes | memoryview, ...]
 
 
@@ -46,6 +53,7 @@ class Stored:
     frame: tuple[int, int, int, int] | None = None  # x, y, width, height of the pixels, if not all
     is_plain_jpeg: bool = False  # one that simplejpeg decodes
     is_plausible: bool = True  # or else not worth decoding
+    bytes_per_pixel: int = 8  # that decoding takes at its peak: Pillow's image has 4, the RGB array 3
 
 
 _CHUNK = struct.Struct(">I4s")
@@ -106,7 +114,15 @@ def _read_jpeg(data: bytes) -> Stored:
     is_plausible = not is_huffman or num_pixels <= len(data) * _MAX_PIXELS_PER_BYTE
     if is_plausible and not has_few_scans:
         is_plausible = data.count(b"\xff\xda") <= _max_scans(num_pixels)
-    return Stored(width, height, (data,), orientation, is_plain_jpeg=is_plain, is_plausible=is_plausible)
+    return Stored(
+        width,
+        height,
+        (data,),
+        orientation,
+        is_plain_jpeg=is_plain,
+        is_plausible=is_plausible,
+        bytes_per_pixel=Stored.bytes_per_pixel if has_few_scans else _MANY_SCANS_BYTES,
+    )
 
 
 def _max_scans(num_pixels: int) -> int:
@@ -215,7 +231,8 @@ def _read_webp(data: bytes) -> Stored:
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
     else:
         raise ValueError("not a WebP image")
-    return Stored(width, height, (data,), _webp_orientation(data) if kind == b"VP8X" else 1)
+    orientation = _webp_orientation(data) if kind == b"VP8X" else 1
+    return Stored(width, height, (data,), orientation, bytes_per_pixel=_WEBP_BYTES)
 
 
 def _webp_orientation(data: bytes) -> int:
@@ -239,7 +256,7 @@ def _read_avif(data: bytes) -> Stored:
     renamed = _EXIF_ITEM.sub(rb"\1none", data, count=8)
     with AvifImageFile(io.BytesIO(renamed)) as image:
         orientation = exif_orientation(image.info.get("exif", b""))
-        return Stored(image.width, image.height, (renamed,), orientation)
+        return Stored(image.width, image.height, (renamed,), orientation, bytes_per_pixel=_AVIF_BYTES)
 
 
 def _read_bmp(data: bytes) -> Stored:
@@ -252,8 +269,16 @@ def _read_tiff(data: bytes) -> Stored:
     tiff = read_tiff(data)
     white = 4095 if tiff.bits == 12 else 65_535
     black, white = (white, 0) if tiff.white_is_zero else (0, white)
-    parts, pieces = tiff.parts, tiff.piece_pixels
-    return Stored(tiff.width, tiff.height, parts, tiff.orientation, pieces, black, white)
+    return Stored(
+        tiff.width,
+        tiff.height,
+        tiff.parts,
+        tiff.orientation,
+        tiff.piece_pixels,
+        black,
+        white,
+        bytes_per_pixel=_TIFF_BYTES,
+    )
 
 
 READERS: Mapping[Format, Callable[[bytes], Stored]] = {

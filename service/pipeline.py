@@ -25,6 +25,7 @@ from service.body import announced_bytes, read_embed_body, read_openai_body, tak
 from service.caller import watch
 from service.content_type import ContentType, parse_content_type
 from service.context import RequestContext, context_of
+from service.decoding_memory import DecodingMemory
 from service.embed_body import BodyLimits, EmbedBody, ImageUrl, ReadBody
 from service.encoding import Answer, ImageFacts, ModelIdentity, encode
 from service.errors import BodyTimeout, DeadlineExceeded, UnsupportedMedia
@@ -67,6 +68,7 @@ class Pipeline:
         decoders: Executor,
         writers: Executor,
         fetcher: Fetcher,
+        memory: DecodingMemory,
     ) -> None:
         self._source = source
         self._batcher = batcher
@@ -80,6 +82,7 @@ class Pipeline:
             decoders,
             ImageLimits(settings.max_image_bytes, settings.max_image_pixels),
             settings.max_request_tokens,
+            memory,
         )
         self._body_limits = BodyLimits(
             max_body_bytes=settings.max_body_bytes,

@@ -9,6 +9,7 @@ nothing of HTTP.
 from __future__ import annotations
 
 import hashlib
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 
 from models import AspectRatioError, EncodeItem
 from service.batcher import Batcher
+from service.decoding_memory import DecodingMemory
 from service.encoding import ImageFacts
 from service.errors import ApiError, BadRequest, TooLarge, image_param
 from service.images import ImageHeader, ImageLimits, read_header
@@ -37,6 +39,7 @@ class Preparer:
     executor: Executor
     limits: ImageLimits
     max_tokens: int  # of one request
+    memory: DecodingMemory
 
 
 class Preparation:
@@ -83,6 +86,7 @@ class Preparation:
         self._images.clear()
         self._headers.clear()
         self._items.clear()
+        self._shared.memory.look_again()
 
     def run(self) -> None:
         """All of it for a single image; of several, each is decoded on its own, in parallel."""
@@ -125,7 +129,7 @@ class Preparation:
         """One image. Whoever is last queues them all, or ends the request with its first broken image."""
         error: Exception | None = None
         try:
-            if not self._ticket.ended and index < self._first_broken:
+            if self._is_wanted(index):
                 self._prepare(index)
         except Exception as raised:
             error = released(raised)
@@ -136,6 +140,9 @@ class Preparation:
             is_last = not self._missing
         if is_last:
             self._finish()
+
+    def _is_wanted(self, index: int) -> bool:
+        return not self._ticket.ended and index < self._first_broken
 
     def _finish(self) -> None:
         batcher = self._shared.batcher
@@ -149,10 +156,14 @@ class Preparation:
             batcher.fail(self._ticket, released(error))
 
     def _prepare(self, index: int) -> None:
-        image, header = self._images[index], self._headers[index]
-        with _blaming(index):
-            patches = self._encoder.preprocessor(header.decode())
-        admitted = self._num_tokens[index]
+        image, header, admitted = self._images[index], self._headers[index], self._num_tokens[index]
+        preprocessor = self._encoder.preprocessor
+        num_bytes = _peak_bytes(header, admitted * preprocessor.config.factor**2)
+        with self._shared.memory.room(num_bytes, lambda: self._is_wanted(index)) as has_room:
+            if not has_room:
+                return
+            with _blaming(index):
+                patches = preprocessor(header.decode())
         assert patches.num_tokens == admitted, f"{patches.num_tokens} tokens, and {admitted} were admitted"
         self._facts[index] = ImageFacts(
             num_tokens=patches.num_tokens,
@@ -162,6 +173,13 @@ class Preparation:
             sha256=hashlib.sha256(image).hexdigest(),
         )
         self._items[index] = EncodeItem(patches, self._output)
+
+
+def _peak_bytes(header: ImageHeader, resized_pixels: int) -> int:
+    """Of decoding, or of resizing: the image, its rows in their new width, and the result twice."""
+    num_pixels = header.width * header.height
+    between = math.isqrt(num_pixels * resized_pixels)
+    return max(header.decoding_bytes, 3 * (num_pixels + between + 2 * resized_pixels))
 
 
 def _is_quick_to_check(image: bytes) -> bool:

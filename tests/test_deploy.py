@@ -208,6 +208,19 @@ def test_every_selector_picks_the_pods() -> None:
     assert all(selector == {"matchLabels": NAME} for selector in selectors)
 
 
+def test_a_pod_has_as_many_decode_threads_as_it_asks_for_cpus() -> None:
+    def literals(folder: str) -> list[str]:
+        [generator] = read_yaml(f"deploy/kubernetes/{folder}/kustomization.yaml")["configMapGenerator"]
+        return list(generator["literals"])
+
+    [container] = MANIFESTS["Deployment"]["spec"]["template"]["spec"]["containers"]
+    cpus = container["resources"]["requests"]["cpu"]
+    assert f"VISION_SIDECAR_DECODE_THREADS={cpus}" in literals("base")
+    [patch] = read_yaml("deploy/kubernetes/demo/kustomization.yaml")["patches"]
+    [resources] = yaml.safe_load(patch["patch"])
+    assert f"VISION_SIDECAR_DECODE_THREADS={resources['value']['requests']['cpu']}" in literals("demo")
+
+
 def test_kustomizations_name_all_files_beside_them() -> None:
     files = {path.name for path in (KUBERNETES / "base").iterdir()}
     assert files == {"kustomization.yaml", *RESOURCES}

@@ -24,6 +24,7 @@ from models import EncodeItem, Patches, Preprocessor, Replica, VisionEncoder
 from service.admission import ByteBudget
 from service.batcher import Batcher
 from service.context import RequestContext
+from service.decoding_memory import DecodingMemory
 from service.encoding import Answer
 from service.errors import ApiError
 from service.fetch import make_fetcher
@@ -67,6 +68,7 @@ class Source:
         self.submitted = fake.batches
         self.limits = QueueLimits(max_batch_tokens=100_000, max_queue_tokens=100_000)
         self.budget = ByteBudget(2**29)
+        self.memory = DecodingMemory(2**29)
 
     @contextmanager
     def serving(self) -> Iterator[Batcher]:
@@ -128,7 +130,14 @@ class Exchange:
 
         with ThreadPoolExecutor(2, thread_name_prefix="decode") as own, source.serving() as batcher:
             pipeline = Pipeline(
-                settings, source, batcher, source.budget, executor or own, own, make_fetcher(settings)
+                settings,
+                source,
+                batcher,
+                source.budget,
+                executor or own,
+                own,
+                make_fetcher(settings),
+                source.memory,
             )
             answer: dict[str, Any] = json.loads(b"".join(asyncio.run(embed()).body))
             return answer
@@ -282,7 +291,14 @@ def test_the_event_loop_goes_on_while_images_are_prepared(settings: Settings) ->
                 exchange = json_exchange(*[encode_image()] * 3)
                 request = Request(exchange.scope, exchange.receive)
                 pipeline = Pipeline(
-                    settings, source, batcher, source.budget, executor, executor, make_fetcher(settings)
+                    settings,
+                    source,
+                    batcher,
+                    source.budget,
+                    executor,
+                    executor,
+                    make_fetcher(settings),
+                    source.memory,
                 )
                 return await pipeline.embed(request)
         finally:
@@ -517,7 +533,14 @@ def test_a_full_queue_refuses_what_does_not_fit(settings: Settings, gate: thread
     async def main() -> list[Any]:
         with ThreadPoolExecutor(2) as executor, source.serving() as batcher:
             pipeline = Pipeline(
-                settings, source, batcher, source.budget, executor, executor, make_fetcher(settings)
+                settings,
+                source,
+                batcher,
+                source.budget,
+                executor,
+                executor,
+                make_fetcher(settings),
+                source.memory,
             )
 
             def start() -> asyncio.Task[Answer]:
@@ -598,7 +621,14 @@ def test_bodies_are_parsed_while_every_decoder_is_busy(settings: Settings, gate:
         ):
             decoders.submit(gate.wait)
             pipeline = Pipeline(
-                settings, source, batcher, source.budget, decoders, writers, make_fetcher(settings)
+                settings,
+                source,
+                batcher,
+                source.budget,
+                decoders,
+                writers,
+                make_fetcher(settings),
+                source.memory,
             )
             try:
                 await pipeline.embed(Request(exchange.scope, exchange.receive))
@@ -620,7 +650,14 @@ def test_who_gives_up_takes_their_files_along(settings: Settings, gate: threadin
             executor.submit(gate.wait)
             limited = only(settings, request_timeout_s=0.05)
             pipeline = Pipeline(
-                limited, source, batcher, source.budget, executor, executor, make_fetcher(settings)
+                limited,
+                source,
+                batcher,
+                source.budget,
+                executor,
+                executor,
+                make_fetcher(settings),
+                source.memory,
             )
             exchange = Exchange(encode_image(400, 400))
             try:

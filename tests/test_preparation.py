@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Any, cast
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 
 from models import EncodeItem, Patches, Preprocessor, VisionEncoder
 from service.batcher import Batcher
+from service.decoding_memory import DecodingMemory
 from service.errors import ApiError
 from service.images import ImageLimits
 from service.options import resolve_options
@@ -19,7 +22,7 @@ from service.preparation import Preparation, Preparer
 from service.queued import QueueLimits
 from service.ticket import Ticket
 from tests.conftest import CONFIG, FakeEncoder, encode_image
-from tests.queueing import Callers
+from tests.queueing import Callers, eventually
 
 TRUNCATED = encode_image(64, 64)[:-200]
 
@@ -39,12 +42,16 @@ class ByHand(Executor):
 
 
 class Counting(Preprocessor):
-    """Counts the images that were decoded."""
+    """Counts the images that were decoded. `meanwhile` is called for each, while it is there."""
 
-    num_decoded = 0
+    def __init__(self) -> None:
+        super().__init__(CONFIG)
+        self.num_decoded = 0
+        self.meanwhile: Callable[[], None] = lambda: None
 
     def __call__(self, rgb: npt.NDArray[np.uint8], *, pin_memory: bool = False) -> Patches:
         self.num_decoded += 1
+        self.meanwhile()
         return super().__call__(rgb)
 
 
@@ -54,14 +61,16 @@ class Bench:
     def __init__(self, callers: Callers, max_queue_tokens: int = 1000, max_tokens: int = 1000) -> None:
         self.callers = callers
         self.executor = ByHand()
-        self.preprocessor = Counting(CONFIG)
+        self.preprocessor = Counting()
         encoder = FakeEncoder()
         encoder.preprocessor = self.preprocessor
         self._encoder = cast(VisionEncoder, encoder)
         limits = QueueLimits(max_batch_tokens=100, max_queue_tokens=max_queue_tokens)
         self.batcher = Batcher(limits, observe=lambda stats: None, on_lost=lambda error: None)
         self.batcher.add_device("a")
-        self._preparer = Preparer(self.batcher, self.executor, ImageLimits(2**20, 2**20), max_tokens)
+        self.memory = DecodingMemory(2**24)
+        limits_of_images = ImageLimits(2**20, 2**20)
+        self._preparer = Preparer(self.batcher, self.executor, limits_of_images, max_tokens, self.memory)
 
     def start(self, *images: bytes) -> tuple[Ticket, Preparation]:
         ticket = self.callers.ticket()
@@ -227,3 +236,61 @@ def test_a_queue_that_fails_ends_the_request(num_images: int, bench: Bench) -> N
         bench.executor.run()
     assert isinstance(bench.callers.error(ticket), RuntimeError)
     assert bench.batcher.reserved_tokens == 0
+
+
+def test_memory_is_held_until_an_image_is_cut_into_patches(bench: Bench) -> None:
+    held: list[int] = []
+    bench.preprocessor.meanwhile = lambda: held.append(bench.memory.held_bytes)
+    for height, width in ((64, 96), (300, 200), (500, 500)):
+        bench.start(encode_image(height, width))
+        bench.executor.run()
+        resized = bench.preprocessor.num_tokens(height, width) * CONFIG.factor**2
+        assert held.pop() >= 3 * (height * width + 2 * resized)  # the image, resized, and its patches
+        assert bench.memory.held_bytes == 0
+
+
+def test_an_image_that_cannot_be_decoded_gives_its_memory_back(bench: Bench) -> None:
+    ticket, _ = bench.start(TRUNCATED)
+    bench.executor.run()
+    assert bench.refusal(ticket) == (400, "invalid_image", "images[0]")
+    assert bench.memory.held_bytes == 0
+
+
+def test_threads_decode_as_many_images_at_a_time_as_there_is_memory_for(bench: Bench) -> None:
+    lock = threading.Lock()
+    held: list[int] = []
+    decoding: list[None] = []
+    num_decoding: list[int] = []
+
+    def dawdle() -> None:
+        with lock:
+            decoding.append(None)
+            num_decoding.append(len(decoding))
+        time.sleep(0.02)
+        with lock:
+            decoding.pop()
+
+    bench.preprocessor.meanwhile = lambda: held.append(bench.memory.held_bytes)
+    bench.start(encode_image())
+    bench.executor.run()
+    bench.memory.max_bytes = held[0] * 5 // 2
+    bench.preprocessor.meanwhile = dawdle
+    for _ in range(6):
+        bench.start(encode_image())
+    with ThreadPoolExecutor(4) as executor:
+        for work in bench.executor.work:
+            executor.submit(work)
+    assert max(num_decoding) == 2
+    assert bench.batcher.waiting_images == 7
+
+
+def test_nothing_is_decoded_for_who_left_while_it_waited_for_memory(bench: Bench) -> None:
+    ticket, preparation = bench.start(encode_image())
+    with ThreadPoolExecutor(1) as executor, bench.memory.room(bench.memory.max_bytes, lambda: True):
+        executor.submit(bench.executor.run)
+        eventually(lambda: bench.memory.num_waiting == 1)
+        bench.batcher.leave(ticket)
+        preparation.drop()
+        eventually(lambda: bench.memory.num_waiting == 0)
+    assert bench.preprocessor.num_decoded == 0
+    assert (bench.batcher.waiting_images, bench.batcher.reserved_tokens, bench.memory.held_bytes) == (0, 0, 0)

@@ -219,7 +219,12 @@ def main(file: int) -> NoReturn:
         registry=registry,
         start_replicas=lambda settings: replicas,
         together=Together(
-            reserved_tokens, held_bytes, gathering.gather, setup.started_at, owns_devices=False
+            reserved_tokens,
+            held_bytes,
+            gathering.gather,
+            setup.started_at,
+            num_servers=setup.num_servers,
+            owns_devices=False,
         ),
     )
     server = ApiServer(
