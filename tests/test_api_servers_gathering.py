@@ -12,25 +12,16 @@ from service.api_servers.gathering import Gathering
 from service.api_servers.messages import Scrape
 from service.errors import Unavailable
 from service.metrics import Collects
+from tests.clock import SkippingLoop, settle, skip
 
 LONG_S = 5.0  # after which no answer is waited for
 SHORT_S = 3.0
 
 
-class Loop(asyncio.SelectorEventLoop):
-    """Its clock can be put forward."""
-
-    skipped_s = 0.0
-
-    def time(self) -> float:
-        return super().time() + self.skipped_s
-
-
 class Supervisor:
     """Is asked, and answers when the test says so."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:
         self.told: list[object] = []
         self.error: OSError | None = None
         self.gathering = Gathering(self._tell)
@@ -48,22 +39,13 @@ class Supervisor:
     async def ask(self) -> asyncio.Task[Collects]:
         """One who wants to know, and has begun to wait."""
         asking = asyncio.create_task(self.gathering.gather())
-        await self.settle()
+        await settle()
         return asking
 
     async def answer(self, name: str | None) -> None:
         """None: not all have answered."""
         self.gathering.answered(None if name is None else [Metric(name, "", "gauge")])
-        await self.settle()
-
-    async def skip(self, seconds: float) -> None:
-        self._loop.skipped_s += seconds
-        await self.settle()
-
-    async def settle(self) -> None:
-        """Until all that can go on has done so."""
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await settle()
 
 
 def outcomes(*askers: asyncio.Task[Collects]) -> list[str | None]:
@@ -83,10 +65,8 @@ def outcome(asker: asyncio.Task[Collects]) -> str | None:
 
 
 def run(talk: Callable[[Supervisor], Coroutine[None, None, None]]) -> None:
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        loop = runner.get_loop()
-        assert isinstance(loop, Loop)
-        runner.run(talk(Supervisor(loop)))
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+        runner.run(talk(Supervisor()))
 
 
 def test_who_asks_gets_what_the_supervisor_gathers() -> None:
@@ -137,16 +117,16 @@ def test_where_not_all_processes_answer_there_are_no_metrics_and_the_next_questi
 def test_an_answer_that_is_lost_costs_those_who_wait_for_it_and_no_one_later() -> None:
     async def talk(supervisor: Supervisor) -> None:
         first = await supervisor.ask()
-        await supervisor.skip(SHORT_S)
+        await skip(SHORT_S)
         assert outcomes(first) == [None]
         later = await supervisor.ask()
-        await supervisor.skip(LONG_S - SHORT_S)
+        await skip(LONG_S - SHORT_S)
         assert outcomes(first, later) == ["not_ready", None]
         assert supervisor.num_asked == 2
         await supervisor.answer("second")
         assert outcomes(later) == ["second"]
         last = await supervisor.ask()
-        await supervisor.skip(LONG_S)
+        await skip(LONG_S)
         assert outcomes(last) == ["not_ready"]
         last = await supervisor.ask()  # no one waited for the next question when that one was given up
         assert supervisor.num_asked == 4
@@ -160,10 +140,10 @@ def test_all_who_share_a_question_whose_answer_is_lost_are_told_and_it_is_given_
     async def talk(supervisor: Supervisor) -> None:
         await supervisor.ask()
         sharing = [await supervisor.ask() for _ in range(3)]
-        await supervisor.skip(SHORT_S)
+        await skip(SHORT_S)
         await supervisor.answer("first")
         next_one = await supervisor.ask()
-        await supervisor.skip(LONG_S - SHORT_S)
+        await skip(LONG_S - SHORT_S)
         assert outcomes(*sharing, next_one) == ["not_ready"] * 3 + [None]
         assert supervisor.num_asked == 3
         await supervisor.answer("third")
@@ -177,7 +157,7 @@ def test_who_gives_up_before_its_question_goes_out_does_not_end_that_of_others()
         first = await supervisor.ask()
         leaving, staying = await supervisor.ask(), await supervisor.ask()
         leaving.cancel()
-        await supervisor.settle()
+        await settle()
         assert leaving.cancelled()
         await supervisor.answer("first")
         await supervisor.answer("second")
@@ -191,7 +171,7 @@ def test_who_leaves_takes_the_answer_from_no_one() -> None:
         leaving = await supervisor.ask()
         later = await supervisor.ask()
         leaving.cancel()
-        await supervisor.settle()
+        await settle()
         assert supervisor.num_asked == 1
         await supervisor.answer("first")
         await supervisor.answer("second")

@@ -468,6 +468,17 @@ def test_retry_after_is_the_time_that_the_queue_takes(make: Make, tokens_per_s: 
     assert caught.value.headers() == {"Retry-After": str(seconds)}
 
 
+def test_a_device_that_is_lost_takes_nothing_from_the_queue_any_more(make: Make) -> None:
+    queue = make("a", "b", max_queue_tokens=100)
+    for name, tokens_per_s in (("a", 1000.0), ("b", 50.0)):
+        queue.batcher._devices[name].tokens_per_s = tokens_per_s
+    queue.put(item(200))
+    queue.batcher.lose("a", DeviceError("a", LOST))
+    with pytest.raises(TooManyRequests) as caught:
+        queue.put(item(1))
+    assert caught.value.retry_after_s == 4
+
+
 def test_the_rate_of_a_device_is_measured(make: Make) -> None:
     queue = make(max_queue_tokens=1000, max_batch_tokens=50)
     queue.put(item(50))
@@ -576,6 +587,17 @@ def test_a_batch_that_fails_is_run_again_one_by_one_before_all_others(make: Make
     assert queue.answer(waiting) == [4]
     queue.assert_empty()
     assert queue.lost == []
+
+
+def test_a_device_that_waits_for_more_to_do_is_told_of_what_is_run_again(make: Make) -> None:
+    queue = make()
+    queue.put(item(2, 1), item(2, 2))
+    batch = queue.take()
+    waiting = queue.waiting()
+    batch.fail(RuntimeError("odd shape"))
+    again = waiting.result(10)
+    assert again is not None
+    assert again.values == [1]
 
 
 def test_an_image_alone_that_fails_is_not_run_again(make: Make) -> None:
