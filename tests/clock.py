@@ -1,4 +1,4 @@
-"""An event loop whose clock can be put forward, so that no test waits."""
+"""An event loop whose time stands still until it is put forward, so that no test waits or is too slow."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import asyncio
 class SkippingLoop(asyncio.SelectorEventLoop):
     """For `asyncio.Runner`, as its `loop_factory`."""
 
-    skipped_s = 0.0
+    now = 0.0
 
     def time(self) -> float:
-        return super().time() + self.skipped_s
+        return self.now
 
 
 async def skip(seconds: float) -> None:
     """Puts the clock forward, and lets all that is due happen."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SkippingLoop)
-    loop.skipped_s += seconds
+    loop.now += seconds
     await settle()
 
 

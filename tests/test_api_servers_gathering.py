@@ -1,4 +1,4 @@
-"""What one API server asks the supervisor for, and who is answered. No test waits: time is skipped."""
+"""What one API server asks the supervisor for, and who is answered. No test waits: time is put forward."""
 
 from __future__ import annotations
 
