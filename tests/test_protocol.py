@@ -598,13 +598,13 @@ def test_no_timer_keeps_a_connection_that_was_lost(sent: bytes) -> None:
         await connection.send(sent)
         await asyncio.sleep(0.05)
         [protocol] = server.state.connections
-        watched = weakref.ref(protocol)
+        watched = [weakref.ref(protocol), weakref.ref(protocol.transport._transport)]  # type: ignore[attr-defined]
         del protocol
         connection.reset()
         await server.wait_until_unconnected()
         await asyncio.sleep(0.05)
         gc.collect()
-        assert watched() is None
+        assert [found() for found in watched] == [None, None]
 
     run(talk)
 
