@@ -330,7 +330,9 @@ def test_a_device_without_work_is_less_patient_with_who_has_its_place(
         batch.finish()
 
 
-def test_a_result_that_nobody_waits_for_any_more_is_dropped(make: Make) -> None:
+def test_a_result_that_nobody_waits_for_any_more_is_dropped(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     company = make()
     gone, staying = company.servers
     gone.put(item(1, 1))
@@ -340,7 +342,7 @@ def test_a_result_that_nobody_waits_for_any_more_is_dropped(make: Make) -> None:
     before = open_files()
     batch.finish()
     assert company.idleness.is_idle
-    assert (company.lost, open_files()) == ([], before)
+    assert (company.lost, open_files(), caplog.records) == ([], before, [])
     ticket = staying.put(item(1, 2))
     company.take().finish()
     assert [int(embedding) for embedding in staying.outcome(ticket)] == [2]

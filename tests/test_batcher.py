@@ -243,6 +243,17 @@ def test_a_full_batch_waits_for_nothing(make: Make) -> None:
     assert batch.values == [1, 2]
 
 
+def test_what_becomes_due_just_before_a_device_would_wait_is_not_waited_for(make: Make) -> None:
+    queue = make()
+    queue.put(item(1, 1))
+
+    def wait() -> None:
+        with queue.batcher._changed:
+            queue.batcher._wait(queue.batcher._devices["a"])
+
+    queue._threads.submit(wait).result(10)
+
+
 # Several devices
 
 
@@ -287,6 +298,17 @@ def test_what_an_idle_device_leaves_goes_to_a_busy_one(make: Make) -> None:
     assert batch is not None
     assert batch.values == [3]
     first.finish()
+
+
+def test_a_device_that_does_not_come_for_a_batch_gets_no_share(make: Make) -> None:
+    queue = make("a", "b", max_batch_tokens=100)
+    waiting = queue.waiting("a")
+    queue.put(item(1, 1))
+    batch = waiting.result(10)
+    assert batch is not None
+    batch.finish()
+    queue.put(*[item(1)] * 4)
+    assert len(queue.take("b").items) == 4
 
 
 # Devices that are granted their turn by another process
