@@ -79,7 +79,6 @@ class Protocol(HttpToolsProtocol):
         self._unread.stop()
         self._stop_header_timer()
         self._unset_keepalive_if_required()
-        self.pipeline.clear()
         self._stop_answering()  # uvicorn tells the last request only
         super().connection_lost(exc)
 
@@ -114,7 +113,6 @@ class Protocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as wish:
             framing = [header for header in self.headers if header[0] in _FRAMING]
             self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
             self._is_resuming = True
             self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % _header_lines(framing))
             self._is_resuming = False
@@ -230,7 +228,6 @@ class Protocol(HttpToolsProtocol):
         if self.transport.is_closing() or self._refusal is not None:
             return
         self._refusal = error
-        self._stop_header_timer()
         if self.pipeline and not self._in_headers:
             self.pipeline.popleft()  # is the request that is refused
         is_later = self._in_headers or self.cycle is not self._answered

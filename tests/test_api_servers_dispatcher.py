@@ -242,6 +242,13 @@ class Stranger:
         (batches, self.batches), (results, self.results) = Link.pair(), Link.pair()
         self.client = ServerLines(batches, results)
 
+    def was_granted(self) -> bool:
+        self.batches.socket.setblocking(False)
+        try:
+            return self.batches.receive() == (Granted(0), [])
+        except BlockingIOError:
+            return False
+
     def leave(self) -> None:
         self.batches.close()
         self.results.close()
@@ -272,7 +279,60 @@ def test_an_api_server_that_goes_when_it_is_granted_a_place_is_passed_over(make:
     going.join(10)
 
 
-def test_a_result_that_nobody_waits_for_any_more_is_dropped(make: Make) -> None:
+def test_an_api_server_that_goes_frees_the_place_that_it_was_granted(make: Make) -> None:
+    going, staying = Stranger(), Stranger()
+    company = make(num_servers=0, strangers=[going.client, staying.client])
+    dispatcher = company.dispatcher
+    for stranger in (going, staying):
+        stranger.batches.send(Wanting())
+        dispatcher._listen(0.0)
+    dispatcher._grant()
+    assert going.was_granted()
+    dispatcher._granted[going.client] += 3600.0  # so that no patience ends
+    going.leave()
+    dispatcher._listen(0.0)
+    dispatcher._grant()
+    assert staying.was_granted()
+    staying.leave()
+
+
+def test_an_api_server_that_goes_before_its_turn_costs_no_place(make: Make) -> None:
+    going, staying = Stranger(), Stranger()
+    company = make(num_servers=0, strangers=[going.client, staying.client])
+    dispatcher = company.dispatcher
+    for stranger in (going, staying):
+        stranger.batches.send(Wanting())
+        dispatcher._listen(0.0)
+    going.leave()
+    dispatcher._listen(0.0)
+    dispatcher._grant()
+    assert staying.was_granted()
+    staying.leave()
+
+
+@pytest.mark.parametrize(("has_work", "patience_s"), [(False, 0.01), (True, 0.1)])
+def test_a_device_without_work_is_less_patient_with_who_has_its_place(
+    make: Make, has_work: bool, patience_s: float
+) -> None:
+    slow, other = Stranger(), Stranger()
+    company = make(num_servers=1, strangers=[slow.client, other.client])
+    if has_work:
+        company.servers[0].put(item(1, 1))
+        batch = company.take()
+    for stranger in (slow, other):
+        stranger.batches.send(Wanting())
+        company.dispatcher._listen(0.0)
+    assert company.dispatcher._grant() == patience_s
+    assert slow.was_granted()
+    for stranger in (slow, other):
+        stranger.leave()
+    if has_work:
+        batch.finish()
+
+
+def test_a_result_that_nobody_waits_for_any_more_is_dropped(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     company = make()
     gone, staying = company.servers
     gone.put(item(1, 1))
@@ -282,7 +342,7 @@ def test_a_result_that_nobody_waits_for_any_more_is_dropped(make: Make) -> None:
     before = open_files()
     batch.finish()
     assert company.idleness.is_idle
-    assert (company.lost, open_files()) == ([], before)
+    assert (company.lost, open_files(), caplog.records) == ([], before, [])
     ticket = staying.put(item(1, 2))
     company.take().finish()
     assert [int(embedding) for embedding in staying.outcome(ticket)] == [2]
@@ -460,9 +520,10 @@ def test_a_device_is_stuck_once_it_has_work_and_finishes_none(make: Make) -> Non
     assert company.idleness.is_idle
     assert not dispatcher.is_stuck(0.0)
     server.put(item(1, 1), item(1, 2))
-    first, second = company.take(), company.take()
+    first = company.take()
     time.sleep(0.1)
-    assert dispatcher.is_stuck(0.05)
+    second = company.take()
+    assert dispatcher.is_stuck(0.05)  # more work is no progress
     assert not dispatcher.is_stuck(60.0)
     first.finish()
     assert not dispatcher.is_stuck(0.05)  # it got on

@@ -179,10 +179,11 @@ def test_nothing_of_the_form_is_lost(three: list[Process]) -> None:
 
 
 def test_processes_are_asked_again_for_each_scrape_and_not_changed(three: list[Process]) -> None:
-    three[0].metrics.observe_request("/embed", 200, 0.1)
+    for process in three:
+        process.metrics.observe_request("/embed", 200, 0.1)
     collected = [process.collect() for process in three]
-    first, second = merge(collected), merge(collected)
-    assert [metric.samples for metric in first] == [metric.samples for metric in second]
+    first, second = ([metric.samples for metric in merge(collected)] for _ in range(2))
+    assert first == second
 
 
 def test_every_gauge_is_a_sum_on_purpose_or_has_a_rule() -> None:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 from service.api_servers.members import Member
 from service.api_servers.messages import Scrape, Scraped
 from service.api_servers.scraping import Scraping
+from tests.clock import SkippingLoop, skip
 
 
 class FakeMember:
@@ -67,7 +68,7 @@ Run = Callable[[Coroutine[Any, Any, None]], None]
 
 @pytest.fixture
 def run() -> Iterator[Run]:
-    with asyncio.Runner() as runner:
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
         yield runner.run
 
 
@@ -106,18 +107,53 @@ def test_who_asks_in_the_middle_of_a_round_is_answered_by_the_next(run: Run) -> 
 
 def test_a_round_that_is_not_answered_ends_and_the_next_one_begins(run: Run) -> None:
     async def scenario() -> None:
-        server = Server(1, 20, round_s=0.05)
+        server = Server(1, 20, round_s=4.0)
         server.ask(0)
         server.answer(1)
         server.ask(1)
-        await asyncio.sleep(0.07)
+        await skip(3.9)
+        assert server.members[0].answers == []
+        await skip(0.1)
         assert server.members[0].answers == [None]
         server.answer(0)
         server.answer(1)
         assert server.members[1].answers == [{"things_total": 21, "waiting": 21}]
-        await asyncio.sleep(0.07)  # no end of the first round comes over the second
+        await skip(4.0)
         server.ask(0)
         assert [member.num_asked for member in server.members] == [3, 3]
+
+    run(scenario())
+
+
+def test_a_round_has_its_whole_time_however_short_the_one_before_it_was(run: Run) -> None:
+    async def scenario() -> None:
+        server = Server(1, 20, round_s=4.0)
+        server.ask(0)
+        server.answer(0)
+        server.answer(1)
+        await skip(2.0)
+        server.ask(1)
+        await skip(2.0)
+        assert server.members[1].answers == []
+        server.answer(0)
+        server.answer(1)
+        assert server.members[1].answers == [{"things_total": 21, "waiting": 21}]
+
+    run(scenario())
+
+
+def test_an_answer_more_than_was_asked_for_changes_nothing(run: Run) -> None:
+    async def scenario() -> None:
+        server = Server(1, 20)
+        server.answer(0)
+        server.ask(0)
+        server.answer(1)
+        server.members[1].metrics = FakeMember(100).metrics
+        server.answer(1)
+        server.answer(0)
+        server.answer(0)
+        assert server.members[0].answers == [{"things_total": 21, "waiting": 21}]
+        assert [member.num_asked for member in server.members] == [1, 1]
 
     run(scenario())
 
@@ -144,8 +180,14 @@ def test_one_that_is_gone_is_not_waited_for(run: Run) -> None:
         server = Server(1, 20)
         server.ask(0)
         server.answer(0)
-        server.scraping.gone(cast(Member, server.members[1]))
+        gone = server.members[1]
+        server.scraping.gone(cast(Member, gone))
+        gone.is_running = False
         assert server.members[0].answers == [{"things_total": 1, "waiting": 1}]
+        server.ask(0)
+        server.answer(0)
+        assert server.members[0].answers[1] == {"things_total": 1, "waiting": 1}
+        assert gone.num_asked == 1
 
     run(scenario())
 

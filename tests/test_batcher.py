@@ -243,6 +243,17 @@ def test_a_full_batch_waits_for_nothing(make: Make) -> None:
     assert batch.values == [1, 2]
 
 
+def test_what_becomes_due_just_before_a_device_would_wait_is_not_waited_for(make: Make) -> None:
+    queue = make()
+    queue.put(item(1, 1))
+
+    def wait() -> None:
+        with queue.batcher._changed:
+            queue.batcher._wait(queue.batcher._devices["a"])
+
+    queue._threads.submit(wait).result(10)
+
+
 # Several devices
 
 
@@ -279,11 +290,25 @@ def test_what_an_idle_device_leaves_goes_to_a_busy_one(make: Make) -> None:
     queue = make("a", "b")
     queue.put(item(1, 1))
     first = queue.take("a")
-    busy, idle = queue.waiting("a"), queue.waiting("b")
+    queue.batcher._devices["b"].is_waiting = True  # and slow to wake up: the busy one looks first
     queue.put(item(8, 2), item(8, 3))
-    batches = [idle.result(10), busy.result(10)]
-    assert [batch.values for batch in batches if batch] == [[2], [3]]
+    busy = queue.waiting("a")
+    assert queue.take("b").values == [2]
+    batch = busy.result(10)
+    assert batch is not None
+    assert batch.values == [3]
     first.finish()
+
+
+def test_a_device_that_does_not_come_for_a_batch_gets_no_share(make: Make) -> None:
+    queue = make("a", "b", max_batch_tokens=100)
+    waiting = queue.waiting("a")
+    queue.put(item(1, 1))
+    batch = waiting.result(10)
+    assert batch is not None
+    batch.finish()
+    queue.put(*[item(1)] * 4)
+    assert len(queue.take("b").items) == 4
 
 
 # Devices that are granted their turn by another process
@@ -465,6 +490,17 @@ def test_retry_after_is_the_time_that_the_queue_takes(make: Make, tokens_per_s: 
     assert caught.value.headers() == {"Retry-After": str(seconds)}
 
 
+def test_a_device_that_is_lost_takes_nothing_from_the_queue_any_more(make: Make) -> None:
+    queue = make("a", "b", max_queue_tokens=100)
+    for name, tokens_per_s in (("a", 1000.0), ("b", 50.0)):
+        queue.batcher._devices[name].tokens_per_s = tokens_per_s
+    queue.put(item(200))
+    queue.batcher.lose("a", DeviceError("a", LOST))
+    with pytest.raises(TooManyRequests) as caught:
+        queue.put(item(1))
+    assert caught.value.retry_after_s == 4
+
+
 def test_the_rate_of_a_device_is_measured(make: Make) -> None:
     queue = make(max_queue_tokens=1000, max_batch_tokens=50)
     queue.put(item(50))
@@ -573,6 +609,17 @@ def test_a_batch_that_fails_is_run_again_one_by_one_before_all_others(make: Make
     assert queue.answer(waiting) == [4]
     queue.assert_empty()
     assert queue.lost == []
+
+
+def test_a_device_that_waits_for_more_to_do_is_told_of_what_is_run_again(make: Make) -> None:
+    queue = make()
+    queue.put(item(2, 1), item(2, 2))
+    batch = queue.take()
+    waiting = queue.waiting()
+    batch.fail(RuntimeError("odd shape"))
+    again = waiting.result(10)
+    assert again is not None
+    assert again.values == [1]
 
 
 def test_an_image_alone_that_fails_is_not_run_again(make: Make) -> None:

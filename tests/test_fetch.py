@@ -455,6 +455,27 @@ def test_tls_is_checked_against_the_name_while_the_address_is_dialled() -> None:
     assert (stream.context.check_hostname, stream.context.verify_mode) == (True, ssl.CERT_REQUIRED)
 
 
+def test_the_app_closes_the_connections_of_its_fetcher() -> None:
+    async def live() -> None:
+        async with Upstream({"/": answer(connection=None)}) as upstream:
+            resolver = Resolver({}, default=["127.0.0.1"])
+            resolver.port = upstream.port
+            fetcher = make_fetcher(allowing(), resolve=resolver)
+            app = create_app(
+                allowing(),
+                start_replicas=lambda settings: fake_replicas(FakeEncoder()),
+                start_fetcher=lambda settings: fetcher,
+            )
+            async with app.router.lifespan_context(app):
+                assert await fetcher.fetch([ImageUrl(f"http://{HOST}/")]) == [b"image"]
+                assert upstream.num_open == 1  # for the next image
+            async with asyncio.timeout(10):
+                while upstream.num_open:  # noqa: ASYNC110 - it tells no one
+                    await asyncio.sleep(0.01)
+
+    asyncio.run(live())
+
+
 def test_a_request_with_urls_from_end_to_end() -> None:
     image = encode_image()
     upstream = Upstream({"/a.png": answer(image), "/gone": answer(status=404), "/to": redirect("/a.png")})

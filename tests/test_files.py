@@ -66,7 +66,8 @@ def test_a_limit_that_cannot_be_raised_is_told(refusal: Exception, caplog: pytes
 
 
 @pytest.mark.parametrize(
-    ("soft", "expected"), [(10000, 9488), (600, 300), (RLIM_INFINITY, sys.maxsize - 512)]
+    ("soft", "expected"),
+    [(10000, 9488), (1025, 513), (1024, 512), (1023, 511), (600, 300), (RLIM_INFINITY, sys.maxsize - 512)],
 )
 def test_connections_leave_files_for_all_else(soft: int, expected: int) -> None:
     assert max_connections(FakeLimits(soft, RLIM_INFINITY, 0, ValueError())) == expected

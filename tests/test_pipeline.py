@@ -81,8 +81,9 @@ class Source:
         finally:
             batcher.close()
             replica.close()
-        assert (batcher.waiting_images, batcher.waiting_tokens, batcher.reserved_tokens) == (0, 0, 0)
-        assert self.budget.held_bytes == held_bytes
+            # However the request ended.
+            assert (batcher.waiting_images, batcher.waiting_tokens, batcher.reserved_tokens) == (0, 0, 0)
+            assert self.budget.held_bytes == held_bytes
 
 
 class Exchange:
@@ -514,6 +515,18 @@ def test_a_deadline_does_not_depend_on_the_device(settings: Settings) -> None:
     error = exchange.refusal(only(settings, request_timeout_s=0.05), source)
     assert (error.status, error.code) == (504, "deadline_exceeded")
     assert len(source.submitted) == 1
+
+
+class OutOfTime(Preprocessor):
+    """Has a fault that looks like the end of a deadline."""
+
+    def num_tokens(self, height: int, width: int) -> int:
+        raise TimeoutError("of something else")
+
+
+def test_only_the_end_of_its_own_time_is_a_deadline(settings: Settings) -> None:
+    with pytest.raises(TimeoutError, match="of something else"):
+        Exchange(encode_image()).run(Source(OutOfTime(CONFIG)), settings)
 
 
 def test_a_body_that_is_not_there_by_the_deadline_is_the_callers_fault(settings: Settings) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import re
 import socket
 import struct
 import subprocess
+import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -175,6 +177,11 @@ class Server:
         client.connect(("127.0.0.1", self.port))  # the listener's backlog is enough
         self.clients.append(Connection(*await asyncio.open_connection(sock=client)))
         return self.clients[-1]
+
+    async def wait_until_asked(self) -> None:
+        async with asyncio.timeout(10):
+            while not self.app.paths:  # noqa: ASYNC110 - the app tells no one
+                await asyncio.sleep(0.01)
 
     async def wait_until_unconnected(self) -> None:
         async with asyncio.timeout(10):
@@ -500,6 +507,34 @@ def test_what_follows_a_refusal_is_not_served() -> None:
     run(talk)
 
 
+def test_what_follows_a_refusal_that_waits_is_not_even_read() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(BEGIN + b"no HTTP\r\n\r\n")
+        await connection.head()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(connection.send(bytes(BIG)), 0.3)
+        server.app.release.set()
+        assert await connection.read(9) == b"it begins"
+        assert (await connection.answer()).code == "invalid_http"
+
+    run(talk)
+
+
+def test_a_refusal_behind_the_last_answer_of_a_connection_is_not_given() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(GET.replace(b"/", b"/wait", 1) + b"\r\nno HTTP\r\n\r\n")
+        await server.wait_until_asked()
+        server.draining.append(True)
+        server.app.release.set()
+        assert (await connection.answer()).body == b"waited"
+        assert await connection.is_closed()
+        assert server.refusals == []
+
+    run(talk)
+
+
 def test_a_malformed_body_ends_its_own_answer_that_has_begun() -> None:
     async def talk(server: Server) -> None:
         connection = await server.connect()
@@ -542,6 +577,36 @@ def test_a_client_that_leaves_is_noticed_though_it_sent_more_requests(
 
     run(talk)
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        GET,
+        GET + b"\r\n",
+        CHUNKED + b"1\r\na",
+        CHUNKED.replace(b"/read", b"/early"),
+        GET.replace(b"/", b"/big", 1) + b"\r\n",
+        (GET.replace(b"/", b"/watch", 1) + b"\r\n") * 3,
+    ],
+)
+def test_no_timer_keeps_a_connection_that_was_lost(sent: bytes) -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect_slow_reader()
+        connection.stop_reading()
+        await connection.send(sent)
+        await asyncio.sleep(0.05)
+        [protocol] = server.state.connections
+        watched = [weakref.ref(protocol), weakref.ref(protocol.transport._transport)]  # type: ignore[attr-defined]
+        del protocol
+        connection.reset()
+        await server.wait_until_unconnected()
+        await asyncio.sleep(0.05)
+        gc.collect()
+        assert [found() for found in watched] == [None, None]
+
+    run(talk)
 
 
 @pytest.mark.parametrize("end", [b"", b"connection: close\r\n"])
@@ -676,6 +741,20 @@ def test_an_upgrade_is_ignored_however_the_request_is_cut(framed: bytes) -> None
             await connection.send(bytes([byte]))
             await asyncio.sleep(0)
         assert (await connection.answer()).body == b"%d" % len(BODY)
+
+    run(talk)
+
+
+@pytest.mark.parametrize("before", [b"", UPGRADE])
+def test_what_follows_a_request_that_is_the_last_one_is_no_error(before: bytes) -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(POST + before + b"content-length: 1\r\n\r\nx")
+        assert (await connection.answer()).body == b"1"
+        await connection.send(POST + b"connection: close\r\ncontent-length: 2\r\n\r\nxxno HTTP\r\n\r\n")
+        assert (await connection.answer()).body == b"2"
+        assert await connection.is_closed()
+        assert server.refusals == []
 
     run(talk)
 

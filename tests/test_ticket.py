@@ -42,16 +42,23 @@ def test_stages_are_those_that_have_ended(callers: Callers) -> None:
     assert ticket.stages_s(1.0) == {"decode": 0.5, "queue": 2.0, "encode": 4.0}
 
 
-def test_it_may_be_settled_twice_and_after_its_coroutine_was_cancelled(callers: Callers) -> None:
-    async def wait(ticket: Ticket) -> None:
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(ticket.embeddings(), 0.001)
-        ticket.failed(ValueError("late"))
-        settle([ticket])
-        settle([ticket])
-        await asyncio.sleep(0)
+def test_it_may_be_settled_twice_and_after_its_coroutine_was_cancelled(
+    callers: Callers, caplog: pytest.LogCaptureFixture
+) -> None:
+    cancelled, other = callers.ticket(), callers.ticket()
 
-    callers.runner.run(wait(callers.ticket()))
+    async def cancel() -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(cancelled.embeddings(), 0.001)
+
+    callers.runner.run(cancel())
+    for ticket in (cancelled, other):
+        ticket.failed(ValueError("late"))
+    settle([cancelled, other])
+    settle([cancelled, other])
+    assert str(callers.error(other)) == "late"
+    callers.runner.run(asyncio.sleep(0))
+    assert caplog.text == ""  # of a callback that failed
 
 
 def test_tickets_of_several_loops_are_settled_from_any_thread() -> None:

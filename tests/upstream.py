@@ -35,6 +35,7 @@ class Upstream:
         self.answers = answers
         self.heads: list[str] = []
         self.num_connections = 0
+        self.num_open = 0
         self._server: asyncio.Server | None = None
 
     @property
@@ -55,6 +56,7 @@ class Upstream:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
+        self.num_open += 1
         try:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -70,6 +72,7 @@ class Upstream:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
+            self.num_open -= 1
             writer.close()
 
 

@@ -78,7 +78,6 @@ class RemoteReplica:
         return Nothing() if batch is None else self._write(*batch)
 
     def _write(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> Batch | Nothing:
-        future.set_running_or_notify_cancel()
         patches = [item.patches.pixels for item in items]
         num_rows, patch_dim = sum(len(rows) for rows in patches), patches[0].shape[1]
         try:

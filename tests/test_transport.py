@@ -1,0 +1,136 @@
+"""The ends of connections that no client of a real server shows. `test_protocol` has those that one does."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from service.transport import LINGER_S, LingeringTransport, UnreadWatch
+from tests.clock import SkippingLoop, skip
+
+TIMEOUT_S = 6.0
+LOOK_S = 1.0  # how often it is looked
+
+
+class FakeTransport(asyncio.Transport):
+    """A connection; `num_waiting` are bytes that the kernel has not taken. Notes what it is asked."""
+
+    def __init__(self, end: socket.socket) -> None:
+        super().__init__()
+        self._end = end
+        self.num_waiting = 0
+        self.num_looks = 0
+        self.calls: list[str] = []
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._end if name == "socket" else default
+
+    def get_write_buffer_size(self) -> int:
+        self.num_looks += 1
+        return self.num_waiting
+
+    def is_closing(self) -> bool:
+        return "close" in self.calls
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self.protocol = protocol
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.calls.append("write")
+
+    def write_eof(self) -> None:
+        self.calls.append("write_eof")
+
+    def pause_reading(self) -> None:
+        self.calls.append("pause_reading")
+
+    def resume_reading(self) -> None:
+        self.calls.append("resume_reading")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeTransport]:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield FakeTransport(ours)
+
+
+def run(talk: Callable[[], Coroutine[None, None, None]]) -> None:
+    with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+        runner.run(talk())
+
+
+def lingering(fake: FakeTransport) -> LingeringTransport:
+    """Of a client that is still sending, once it is closed."""
+    transport = LingeringTransport(fake, asyncio.Protocol(), UnreadWatch(fake, TIMEOUT_S), lambda: True)
+    transport.close()
+    return transport
+
+
+def test_however_often_a_watch_is_started_it_looks_once_at_a_time(fake: FakeTransport) -> None:
+    async def talk() -> None:
+        watch = UnreadWatch(fake, TIMEOUT_S)
+        fake.num_waiting = 10
+        looks = []
+        for starts in (1, 5):
+            for _ in range(starts):
+                watch.start()
+            before = fake.num_looks
+            await skip(LOOK_S)
+            looks.append(fake.num_looks - before)
+        assert looks[0] == looks[1] > 0
+        watch.stop()
+        before = fake.num_looks
+        await skip(TIMEOUT_S)
+        assert (fake.num_looks, fake.calls) == (before, [])
+
+    run(talk)
+
+
+def test_time_begins_anew_when_a_watch_is_started_again(fake: FakeTransport) -> None:
+    async def talk() -> None:
+        watch = UnreadWatch(fake, TIMEOUT_S)
+        fake.num_waiting = 10
+        for _ in range(2):
+            watch.start()
+            for _ in range(5):
+                await skip(LOOK_S)
+            assert fake.calls == []
+        await skip(LOOK_S)
+        assert fake.calls == ["abort"]
+
+    run(talk)
+
+
+def test_nothing_is_written_behind_the_last_answer(fake: FakeTransport) -> None:
+    async def talk() -> None:
+        transport = lingering(fake)
+        assert transport.is_closing()
+        transport.write(b"more")
+        transport.close()
+        assert fake.calls == ["write_eof", "resume_reading"]
+        await skip(LINGER_S)
+        assert fake.calls == ["write_eof", "resume_reading", "close"]
+
+    run(talk)
+
+
+def test_a_connection_that_is_lost_meanwhile_is_not_closed_later(fake: FakeTransport) -> None:
+    async def talk() -> None:
+        lingering(fake)
+        assert isinstance(fake.protocol, asyncio.Protocol)
+        fake.protocol.connection_lost(None)
+        await skip(LINGER_S)
+        assert "close" not in fake.calls
+
+    run(talk)
