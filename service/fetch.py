@@ -118,7 +118,9 @@ class Fetcher:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
-            tasks.clear()  # the error of one leads here, by its traceback, and from here to all images
+            # The error of one leads here, by its traceback, and from here to all images and to itself.
+            del task
+            tasks.clear()
 
     async def _fetch_one(self, url: httpx.URL, allowance: _Allowance) -> bytes:
         async with allowance.slots:
@@ -201,7 +203,10 @@ def _raise_first(tasks: Mapping[int, asyncio.Task[bytes]], limits: FetchLimits) 
         if isinstance(error, ApiError):
             error.param = image_param(index)
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error, task  # they lead here, by its traceback
     for index, task in tasks.items():
         if not task.done():
             raise _too_slow(limits, image_param(index))

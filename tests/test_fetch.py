@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
@@ -315,6 +316,26 @@ class Stuck(Resolver):
     async def __call__(self, host: str, port: int, /) -> Sequence[tuple[Address, int]]:
         await asyncio.sleep(60)
         raise AssertionError
+
+
+@pytest.mark.parametrize("paths", [("/", "/gone"), ("/gone", "/"), ("/gone",)])
+def test_a_fetch_that_failed_leaves_no_image_behind(paths: Sequence[str], no_collection: None) -> None:
+    """Its error leads to the images that were fetched before, and may not lead back to itself."""
+
+    async def fail() -> weakref.ref[ApiError]:
+        async with Upstream({"/": answer(), "/gone": answer(status=404)}) as upstream:
+            resolver = Resolver({}, default=["127.0.0.1"])
+            resolver.port = upstream.port
+            fetcher = make_fetcher(allowing(), resolve=resolver)
+            try:
+                await fetcher.fetch([ImageUrl(f"http://{HOST}{path}") for path in paths])
+            except ApiError as error:
+                return weakref.ref(error)
+            finally:
+                await fetcher.aclose()
+        raise AssertionError("it is not refused")
+
+    assert asyncio.run(fail())() is None
 
 
 def test_what_still_runs_is_ended_when_another_fails() -> None:
