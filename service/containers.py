@@ -24,6 +24,8 @@ from service.formats import Format, unsupported
 from service.tiff import exif_orientation, read_tiff
 
 _MAX_CHUNKS = 65_536  # chunks or segments; real files have hundreds, rarely thousands
+# Chunks of a PNG that Pillow reads, each in Python: at most so many, and one for so many bytes of the file.
+_MIN_PNG_CHUNKS, _BYTES_PER_PNG_CHUNK = 4096, 512
 _MAX_PREAMBLE_BYTES = 1 << 20  # of a GIF, up to its first image
 _MAX_SCANS = 1024  # of a JPEG; real files have about 10, and each costs a pass over all pixels
 _MAX_SCANNED_PIXELS = 1 << 29
@@ -58,6 +60,7 @@ class Stored:
 
 _CHUNK = struct.Struct(">I4s")
 _IHDR = struct.Struct(">II5B")
+_PNG_KEPT = frozenset({b"IHDR", b"PLTE", b"IDAT", b"IEND"})
 _SIZES = struct.Struct("<HHHH")
 _RIFF_CHUNK = struct.Struct("<4sI")
 
@@ -143,32 +146,47 @@ def essential_jpeg(data: bytes) -> Parts:
 
 def _read_png(data: bytes) -> Stored:
     view = memoryview(data)
-    parts: list[bytes | memoryview] = [view[:8]]
-    orientation, at, has_palette = 1, 8, False
-    length, kind = _CHUNK.unpack_from(data, at)
+    length, kind = _CHUNK.unpack_from(data, 8)
     if kind == b"CgBI":
         raise unsupported("an iOS-optimised PNG")
     if kind != b"IHDR" or length != 13:
         raise ValueError("a PNG without a header")
-    width, height, depth, color, *_ = _IHDR.unpack_from(data, at + 8)
-    for _ in range(_MAX_CHUNKS):
-        end = at + 12 + length
-        if kind in (b"IHDR", b"PLTE", b"IDAT", b"IEND"):
-            parts.append(view[at:end])
-            has_palette = has_palette or kind == b"PLTE"
-        elif kind == b"tRNS":
-            parts.append(_transparency(data[at:end], depth, color))
-        elif kind == b"eXIf":
-            orientation = exif_orientation(data[at + 8 : end - 4])
+    width, height, depth, color, *_ = _IHDR.unpack_from(data, 16)
+    orientation, has_palette = 1, False
+    parts: list[bytes | memoryview] = []
+    run = at = 8  # chunks that are kept and follow each other are one part: each part takes memory
+    for kind, start, end in _png_chunks(data):
         at = end
-        if kind == b"IEND" or at + 8 > len(data):
-            break
-        length, kind = _CHUNK.unpack_from(data, at)
-    else:
-        raise ValueError("too many chunks")
+        if kind in _PNG_KEPT:
+            has_palette = has_palette or kind == b"PLTE"
+            continue
+        if run < start:
+            parts.append(view[run:start])
+        run = end
+        if kind == b"tRNS":
+            parts.append(_transparency(data[start:end], depth, color))
+        elif kind == b"eXIf":
+            orientation = exif_orientation(data[start + 8 : end - 4])
     if color == 3 and not has_palette:
         raise ValueError("a palette image without a palette")
-    return Stored(width, height, tuple(parts), orientation)
+    return Stored(width, height, (view[:8], *parts, view[run:at]), orientation)
+
+
+def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
+    """(type, start, end) of the chunks up to the last one, which may be cut off."""
+    at, num_costly = 8, 0
+    for _ in range(_MAX_CHUNKS):
+        if at + 8 > len(data):
+            return
+        length, kind = _CHUNK.unpack_from(data, at)
+        num_costly += kind in _PNG_KEPT or kind == b"tRNS"
+        if num_costly > _MIN_PNG_CHUNKS + len(data) // _BYTES_PER_PNG_CHUNK:
+            break
+        yield kind, at, at + 12 + length
+        if kind == b"IEND":
+            return
+        at += 12 + length
+    raise ValueError("too many chunks")
 
 
 def _transparency(chunk: bytes, depth: int, color: int) -> bytes:

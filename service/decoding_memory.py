@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_BYTES = 2**30  # of all API servers together
+_BYTES = 2**30  # of all API servers together, where the largest image leaves each its share
 
 
 class DecodingMemory:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from service.containers import READERS
 from service.errors import ApiError
 from service.images import ImageLimits, read_header
 from tests.conftest import Service
@@ -190,6 +191,22 @@ def test_png_text_and_profiles_that_inflate_cost_nothing(kind_and_body: tuple[by
 def test_png_of_a_million_chunks_is_refused() -> None:
     assert outcome(PNG_HEAD + chunk(b"teSt", b"") * 1_000_000 + PNG_REST) == (400, "invalid_image")
     assert outcome(PNG_HEAD + chunk(b"IDAT", b"") * 1_000_000 + PNG_REST) == (400, "invalid_image")
+
+
+@pytest.mark.parametrize("kind", [b"IDAT", b"tRNS"])
+def test_png_of_very_many_chunks_that_are_read_is_refused(kind: bytes) -> None:
+    empty = chunk(kind, b"" if kind == b"IDAT" else bytes(6))
+    assert outcome(PNG_HEAD + empty * 60_000 + PNG_REST) == (400, "invalid_image")
+
+
+def test_png_whose_pixels_are_in_many_chunks_is_few_parts() -> None:
+    plain = READERS["PNG"](PNG_HEAD + PNG_REST)
+    many = PNG_HEAD + chunk(b"IDAT", b"") * 4000 + chunk(b"teSt", b"") * 1000 + PNG_REST
+    stored = READERS["PNG"](many)
+    assert len(stored.parts) <= len(plain.parts) + 1
+    joined, alone = b"".join(stored.parts), b"".join(plain.parts)
+    assert joined == alone[:33] + chunk(b"IDAT", b"") * 4000 + alone[33:]
+    assert outcome(many) == (200, "")
 
 
 def test_png_with_two_headers_or_without_its_palette_is_refused() -> None:
