@@ -22,6 +22,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from service.formats import Format, unsupported
 from service.tiff import exif_orientation, read_tiff
+from service.webp import MAX_TABLES_BYTES, tables_bytes, webp_chunks
 
 _MAX_CHUNKS = 65_536  # chunks or segments; real files have hundreds, rarely thousands
 _MAX_PREAMBLE_BYTES = 1 << 20  # of a GIF, up to its first image
@@ -34,9 +35,14 @@ _MANY_SCANS_BYTES = 13  # a JPEG's coefficients as well, 2 for each component
 _WEBP_BYTES = 17  # two canvases, and the frame
 _AVIF_BYTES = 22  # planes of 16 bits with and without film grain, and the frame
 _TIFF_BYTES = 13  # one strip of 16-bit colours and alpha
-MAX_BYTES_PER_PIXEL = _AVIF_BYTES
+_MAX_BYTES_PER_PIXEL = _AVIF_BYTES
 
 Parts = tuple[bytes | memoryview, ...]
+
+
+def most_bytes(num_pixels: int) -> int:
+    """That decoding an image of so many pixels takes at its peak, besides the file."""
+    return max(num_pixels * _MAX_BYTES_PER_PIXEL, num_pixels * _WEBP_BYTES + MAX_TABLES_BYTES)
 
 
 @dataclass(frozen=True)
@@ -54,12 +60,12 @@ class Stored:
     is_plain_jpeg: bool = False  # one that simplejpeg decodes
     is_plausible: bool = True  # or else not worth decoding
     bytes_per_pixel: int = 8  # that decoding takes at its peak: Pillow's image has 4, the RGB array 3
+    extra_bytes: int = 0  # that it takes whatever the number of pixels
 
 
 _CHUNK = struct.Struct(">I4s")
 _IHDR = struct.Struct(">II5B")
 _SIZES = struct.Struct("<HHHH")
-_RIFF_CHUNK = struct.Struct("<4sI")
 
 # An FF followed by anything but FF (padding) and 00 (an FF among the compressed data).
 _MARKER = re.compile(rb"\xff([\x01-\xfe])", re.DOTALL)
@@ -231,20 +237,15 @@ def _read_webp(data: bytes) -> Stored:
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
     else:
         raise ValueError("not a WebP image")
-    orientation = _webp_orientation(data) if kind == b"VP8X" else 1
-    return Stored(width, height, (data,), orientation, bytes_per_pixel=_WEBP_BYTES)
-
-
-def _webp_orientation(data: bytes) -> int:
-    at = 12
-    for _ in range(_MAX_CHUNKS):
-        if at + 8 > len(data):
-            return 1
-        kind, length = _RIFF_CHUNK.unpack_from(data, at)
-        if kind == b"EXIF":
-            return exif_orientation(data[at + 8 : at + 8 + length])
-        at += 8 + length + (length & 1)
-    raise ValueError("too many chunks")
+    exif = next((bytes(body) for kind, body in webp_chunks(data) if kind == b"EXIF"), b"")
+    return Stored(
+        width,
+        height,
+        (data,),
+        exif_orientation(exif),
+        bytes_per_pixel=_WEBP_BYTES,
+        extra_bytes=tables_bytes(data, width, height),
+    )
 
 
 # An EXIF item in the item list of an ISO media file; its number has 16 bits in version 2, 32 in version 3.
