@@ -6,6 +6,9 @@ import struct
 from collections.abc import Iterable
 
 import numpy as np
+from PIL import Image
+
+from tests.image_files import save
 
 _SIMPLE = (1, 0, 0, 0)  # one symbol, 0, which then takes no bits
 SHORT_CODES = _SIMPLE * 5
@@ -58,3 +61,15 @@ def vp8x(flags: int, width: int, height: int) -> bytes:
 def frame(width: int, height: int, *chunks: bytes) -> bytes:
     sides = (width - 1).to_bytes(3, "little") + (height - 1).to_bytes(3, "little")
     return chunk(b"ANMF", bytes(6) + sides + bytes(4) + b"".join(chunks))
+
+
+def many_tables(how: str, side: int) -> bytes:
+    """Lossless data with as many groups as `side` allows: plain, in a frame, or as alpha, with long codes."""
+    if how == "plain":
+        return riff(chunk(b"VP8L", vp8l(side, side, SHORT_CODES)))
+    if how == "frame":
+        lossless = chunk(b"VP8L", vp8l(side, side, SHORT_CODES))
+        return riff(vp8x(18, side, side), chunk(b"ANIM", bytes(6)), frame(side, side, lossless))
+    lossy = save(Image.new("RGB", (side, side)), "WEBP")
+    alpha = b"\1" + vp8l(side, side, LONG_CODES, bits_per_pixel=11)[5:]
+    return riff(vp8x(16, side, side), chunk(b"ALPH", alpha), lossy[12:])
