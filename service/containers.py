@@ -22,6 +22,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 
 from service.formats import Format, unsupported
 from service.tiff import exif_orientation, read_tiff
+from service.webp import tables_bytes, webp_chunks
 
 _MAX_CHUNKS = 65_536  # chunks or segments; real files have hundreds, rarely thousands
 # Chunks of a PNG that Pillow reads, each in Python: at most so many, and one for so many bytes of the file.
@@ -56,13 +57,13 @@ class Stored:
     is_plain_jpeg: bool = False  # one that simplejpeg decodes
     is_plausible: bool = True  # or else not worth decoding
     bytes_per_pixel: int = 8  # that decoding takes at its peak: Pillow's image has 4, the RGB array 3
+    extra_bytes: int = 0  # that it takes whatever the number of pixels
 
 
 _CHUNK = struct.Struct(">I4s")
 _IHDR = struct.Struct(">II5B")
 _PNG_KEPT = frozenset({b"IHDR", b"PLTE", b"IDAT", b"IEND"})
 _SIZES = struct.Struct("<HHHH")
-_RIFF_CHUNK = struct.Struct("<4sI")
 
 # An FF followed by anything but FF (padding) and 00 (an FF among the compressed data).
 _MARKER = re.compile(rb"\xff([\x01-\xfe])", re.DOTALL)
@@ -249,20 +250,15 @@ def _read_webp(data: bytes) -> Stored:
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", data, 26))
     else:
         raise ValueError("not a WebP image")
-    orientation = _webp_orientation(data) if kind == b"VP8X" else 1
-    return Stored(width, height, (data,), orientation, bytes_per_pixel=_WEBP_BYTES)
-
-
-def _webp_orientation(data: bytes) -> int:
-    at = 12
-    for _ in range(_MAX_CHUNKS):
-        if at + 8 > len(data):
-            return 1
-        kind, length = _RIFF_CHUNK.unpack_from(data, at)
-        if kind == b"EXIF":
-            return exif_orientation(data[at + 8 : at + 8 + length])
-        at += 8 + length + (length & 1)
-    raise ValueError("too many chunks")
+    exif = next((bytes(body) for kind, body in webp_chunks(data) if kind == b"EXIF"), b"")
+    return Stored(
+        width,
+        height,
+        (data,),
+        exif_orientation(exif),
+        bytes_per_pixel=_WEBP_BYTES,
+        extra_bytes=tables_bytes(data, width, height),
+    )
 
 
 # An EXIF item in the item list of an ISO media file; its number has 16 bits in version 2, 32 in version 3.

@@ -53,7 +53,7 @@ class ImageLimits:
 
     @property
     def max_decoding_bytes(self) -> int:
-        """The most that decoding one image takes."""
+        """The most that decoding one image takes, but for the tables that a lossless WebP may have."""
         return self.max_image_pixels * MAX_BYTES_PER_PIXEL + self.max_image_bytes
 
 
@@ -68,11 +68,12 @@ class ImageHeader:
 
     @property
     def decoding_bytes(self) -> int:
-        """What `decode` takes at its peak, at most: pixels, a tile that is larger than they are, the data."""
+        """What `decode` takes at its peak, at most: pixels, a larger tile, tables, the data."""
         stored = self._stored
         num_pixels = stored.width * stored.height
         tile_bytes = _TILE_BYTES_PER_PIXEL * max(0, stored.piece_pixels - num_pixels)
-        return num_pixels * stored.bytes_per_pixel + tile_bytes + sum(map(len, stored.parts))
+        pixel_bytes = num_pixels * stored.bytes_per_pixel
+        return pixel_bytes + tile_bytes + stored.extra_bytes + sum(map(len, stored.parts))
 
     def decode(self) -> npt.NDArray[np.uint8]:
         """RGB, upright: a C-contiguous, writable array [height, width, 3].

@@ -18,6 +18,7 @@ from PIL import Image
 from service.errors import UnsupportedMedia
 from service.images import ImageLimits, read_header
 from tests.image_files import save, tiff
+from tests.webp_files import many_tables
 
 LIMITS = ImageLimits(max_image_bytes=20 << 20, max_image_pixels=2**26)
 TURNED = Image.Exif()
@@ -167,19 +168,24 @@ def large_tiffs() -> dict[str, bytes]:
     }
 
 
+WEBP_TABLES = ["plain", "frame", "alpha"]
+
+
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
     """What decoding took in a process of its own, and what the header said, in bytes."""
     folder = tmp_path_factory.mktemp("large")
     for name, data in {**{name: large(*how) for name, how in LARGE.items()}, **large_tiffs()}.items():
         (folder / name).write_bytes(data)
+    for how in WEBP_TABLES:
+        (folder / how).write_bytes(many_tables(how, 512))
     command = [sys.executable, "-c", PROGRAM, *map(str, folder.iterdir())]
     output = subprocess.run(command, env=ENVIRONMENT, check=True, capture_output=True, text=True).stdout
     rows = [line.split() for line in output.splitlines()]
     return {name: (int(peak), int(said)) for name, peak, said in rows}
 
 
-@pytest.mark.parametrize("name", [*LARGE, *large_tiffs()])
+@pytest.mark.parametrize("name", [*LARGE, *large_tiffs(), *WEBP_TABLES])
 def test_decoding_takes_no_more_than_the_header_says(name: str, peaks: dict[str, tuple[int, int]]) -> None:
     peak, said = peaks[name]
     assert peak <= said + (4 << 20)  # of a strip of rows
@@ -191,3 +197,12 @@ def test_decoding_takes_much_less_than_all_rows_at_once_would(
     name: str, peaks: dict[str, tuple[int, int]]
 ) -> None:
     assert peaks[name][0] < 10 * SIDE * SIDE
+
+
+@pytest.mark.parametrize("how", WEBP_TABLES)
+def test_tables_of_lossless_webp_are_most_of_what_decoding_it_takes(
+    how: str, peaks: dict[str, tuple[int, int]]
+) -> None:
+    peak, said = peaks[how]
+    assert said / 2 < peak
+    assert peak > 5 * 17 * 512 * 512
