@@ -20,6 +20,7 @@ import simplejpeg
 from PIL.AvifImagePlugin import AvifImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
+from service.avif import decoded_pixels
 from service.formats import Format, unsupported
 from service.jpeg import essential_jpeg, is_plausible, read_jpeg
 from service.tiff import exif_orientation, read_tiff
@@ -46,7 +47,7 @@ class Stored:
     height: int
     parts: Parts  # joined: a file with the same pixels, for Pillow
     orientation: int = 1  # as in EXIF, 1 to 8
-    piece_pixels: int = 1  # pixels that a decoder holds at once beside the image
+    piece_pixels: int = 1  # that a decoder holds at once, perhaps more than the image has
     black: int = 0  # range of gray values of more than 8 bits
     white: int = 65_535
     frame: tuple[int, int, int, int] | None = None  # x, y, width, height of the pixels, if not all
@@ -196,7 +197,15 @@ def _read_avif(data: bytes) -> Stored:
     renamed = _EXIF_ITEM.sub(rb"\1none", data, count=8)
     with AvifImageFile(io.BytesIO(renamed)) as image:
         orientation = exif_orientation(image.info.get("exif", b""))
-        return Stored(image.width, image.height, (renamed,), orientation, bytes_per_pixel=_AVIF_BYTES)
+        width, height = image.size
+    return Stored(
+        width,
+        height,
+        (renamed,),
+        orientation,
+        piece_pixels=decoded_pixels(data),
+        bytes_per_pixel=_AVIF_BYTES,
+    )
 
 
 def _read_bmp(data: bytes) -> Stored:

@@ -33,8 +33,6 @@ _MAX_RLE_BYTES, _MAX_RLE_PIXELS = 1 << 20, 1 << 22
 
 _NAMES = {"WEBP": "WebP"}
 
-_TILE_BYTES_PER_PIXEL = 8  # four channels of 16 bits
-
 # Converted at once: few enough to stay in a core's cache, and many beside the cost of a call.
 _STRIP_PIXELS = 1 << 18
 
@@ -69,11 +67,10 @@ class ImageHeader:
 
     @property
     def decoding_bytes(self) -> int:
-        """What `decode` takes at its peak, at most: pixels, a tile that is larger than they are, the data."""
+        """What `decode` takes at its peak, at most: pixels, or a part with more of them; the data."""
         stored = self._stored
-        num_pixels = stored.width * stored.height
-        tile_bytes = _TILE_BYTES_PER_PIXEL * max(0, stored.piece_pixels - num_pixels)
-        return num_pixels * stored.bytes_per_pixel + tile_bytes + sum(map(len, stored.parts))
+        num_pixels = max(stored.width * stored.height, stored.piece_pixels)
+        return num_pixels * stored.bytes_per_pixel + sum(map(len, stored.parts))
 
     def decode(self) -> npt.NDArray[np.uint8]:
         """RGB, upright: a C-contiguous, writable array [height, width, 3].
@@ -158,7 +155,7 @@ def _check_pixels(stored: Stored, max_pixels: int) -> None:
         )
     if stored.piece_pixels > max_pixels:
         raise TooLarge(
-            f"a tile of the image has {stored.piece_pixels:,} pixels; the limit is {max_pixels:,}",
+            f"a part of the image has {stored.piece_pixels:,} pixels; the limit is {max_pixels:,}",
             code="too_many_pixels",
         )
 
