@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from service.av1 import max_frame_pixels
 
 _MAX_BOXES = 65_536  # in one box; also items, and extents of all of them
+_MAX_TRACKS = 16  # of colours, alpha, sound; all may share one large sample
 _CODED, _GRID = (int.from_bytes(kind, "big") for kind in (b"av01", b"grid"))
 _TO_SAMPLES = (b"mdia", b"minf", b"stbl")
 _UNIQUE = {
@@ -38,7 +39,10 @@ def decoded_pixels(data: bytes) -> int:
     if b"meta" in top:
         most = _item_pixels(data, top[b"meta"].after(4).children())
     if b"moov" in top:
-        most = max([most, *(_track_pixels(data, track) for track in top[b"moov"].all_of(b"trak"))])
+        tracks = top[b"moov"].all_of(b"trak")
+        if len(tracks) > _MAX_TRACKS:
+            raise ValueError("too many tracks")
+        most = max([most, *(_track_pixels(data, track) for track in tracks)])
     if not most:
         raise ValueError("no AV1 data")
     return most

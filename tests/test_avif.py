@@ -180,3 +180,14 @@ def test_items_that_overlap_are_refused_unless_they_are_the_same() -> None:
     first = data.index(place)
     with pytest.raises(ValueError, match="overlap"):
         decoded_pixels(data[:first] + place[:7] + bytes([place[7] - 1]) + data[first + 8 :])
+
+
+def test_a_file_of_very_many_tracks_is_refused() -> None:
+    image = Image.new("RGB", (45, 31))
+    data = save(image, "AVIF", save_all=True, append_images=[image])
+    at = data.index(b"trak") - 4
+    (size,) = struct.unpack_from(">I", data, at)
+    track = data[at : at + size]
+    assert decoded_pixels(data + box(b"mooX", b"")) == 45 * 31
+    with pytest.raises(ValueError, match="tracks"):
+        decoded_pixels(data.replace(b"moov", b"mooX") + box(b"moov", 17 * track))
