@@ -20,17 +20,17 @@ import simplejpeg
 from PIL.AvifImagePlugin import AvifImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
+from service.avif import decoded_pixels
 from service.formats import Format, unsupported
+from service.jpeg import essential_jpeg, is_plausible, read_jpeg
 from service.tiff import exif_orientation, read_tiff
+from service.tiff_jpeg import are_pieces_plausible
 from service.webp import tables_bytes, webp_chunks
 
-_MAX_CHUNKS = 65_536  # chunks or segments; real files have hundreds, rarely thousands
+_MAX_CHUNKS = 65_536  # real files have hundreds, rarely thousands
 # Chunks of a PNG that Pillow reads, each in Python: at most so many, and one for so many bytes of the file.
 _MIN_PNG_CHUNKS, _BYTES_PER_PNG_CHUNK = 4096, 512
 _MAX_PREAMBLE_BYTES = 1 << 20  # of a GIF, up to its first image
-_MAX_SCANS = 1024  # of a JPEG; real files have about 10, and each costs a pass over all pixels
-_MAX_SCANNED_PIXELS = 1 << 29
-_MAX_PIXELS_PER_BYTE = 512  # of a Huffman-coded JPEG: at least a bit for each block of 8 × 8
 
 # What decoding takes at its peak, where it is more than usual. Measured, but for an AVIF of more than 8 bits.
 _MANY_SCANS_BYTES = 13  # a JPEG's coefficients as well, 2 for each component
@@ -50,7 +50,7 @@ class Stored:
     height: int
     parts: Parts  # joined: a file with the same pixels, for Pillow
     orientation: int = 1  # as in EXIF, 1 to 8
-    piece_pixels: int = 1  # pixels that a decoder holds at once beside the image
+    piece_pixels: int = 1  # that a decoder holds at once, perhaps more than the image has
     black: int = 0  # range of gray values of more than 8 bits
     white: int = 65_535
     frame: tuple[int, int, int, int] | None = None  # x, y, width, height of the pixels, if not all
@@ -65,48 +65,9 @@ _IHDR = struct.Struct(">II5B")
 _PNG_KEPT = frozenset({b"IHDR", b"PLTE", b"IDAT", b"IEND"})
 _SIZES = struct.Struct("<HHHH")
 
-# An FF followed by anything but FF (padding) and 00 (an FF among the compressed data).
-_MARKER = re.compile(rb"\xff([\x01-\xfe])", re.DOTALL)
-_SOS, _EOI, _APP1 = 0xDA, 0xD9, 0xE1
-_WITHOUT_LENGTH = frozenset({0x01, *range(0xD0, 0xD9)})
-_SOF = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-_PROGRESSIVE_SOF = frozenset({0xC2, 0xC6, 0xCA, 0xCE})
-_HUFFMAN_SOF = frozenset({0xC0, 0xC1, 0xC2})
-_JPEG_KEPT = frozenset({*range(0xC0, 0xD0), 0xDB, 0xDD, 0xE0, 0xEE})  # frames, tables, restarts, JFIF, Adobe
-
-
-def _jpeg_segments(data: bytes) -> Iterator[tuple[int, int, int]]:
-    """(marker, start, end) of the segments up to the first scan; `start` is where the marker stands."""
-    at = 2
-    for _ in range(_MAX_CHUNKS):
-        start, marker = at, data[at + 1]
-        if data[at] != 0xFF or not 0 < marker < 0xFF:  # something between two segments
-            found = _MARKER.search(data, at)
-            if found is None:
-                break
-            start, marker = found.start(), data[found.start(1)]
-        at = start + 2
-        if marker in _WITHOUT_LENGTH:
-            continue
-        if marker != _EOI:
-            at += data[at] << 8 | data[at + 1]
-        yield marker, start, at
-        if marker in (_SOS, _EOI):
-            return
-    raise ValueError("a JPEG without a scan")
-
 
 def _read_jpeg(data: bytes) -> Stored:
-    orientation, num_components, has_few_scans, is_huffman = 1, 0, True, False
-    for marker, start, end in _jpeg_segments(data):
-        if marker == _APP1 and data.startswith(b"Exif\0\0", start + 4):
-            orientation = exif_orientation(data[start + 4 : end])
-        elif marker in _SOF:
-            has_few_scans, is_huffman = marker not in _PROGRESSIVE_SOF, marker in _HUFFMAN_SOF
-            num_components = data[start + 9]
-        elif marker == _SOS:
-            # A first scan without all of the components may be the first of any number.
-            has_few_scans = has_few_scans and data[start + 4] >= num_components
+    jpeg = read_jpeg(data)
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
         is_plain = colorspace in ("YCbCr", "RGB", "Gray")
@@ -114,35 +75,15 @@ def _read_jpeg(data: bytes) -> Stored:
         with JpegImageFile(io.BytesIO(b"".join(essential_jpeg(data)))) as image:
             width, height = image.size
             is_plain = False
-    num_pixels = width * height
-    is_plausible = not is_huffman or num_pixels <= len(data) * _MAX_PIXELS_PER_BYTE
-    if is_plausible and not has_few_scans:
-        is_plausible = data.count(b"\xff\xda") <= _max_scans(num_pixels)
     return Stored(
         width,
         height,
         (data,),
-        orientation,
+        jpeg.orientation,
         is_plain_jpeg=is_plain,
-        is_plausible=is_plausible,
-        bytes_per_pixel=Stored.bytes_per_pixel if has_few_scans else _MANY_SCANS_BYTES,
+        is_plausible=is_plausible(data, jpeg, width * height),
+        bytes_per_pixel=Stored.bytes_per_pixel if jpeg.has_few_scans else _MANY_SCANS_BYTES,
     )
-
-
-def _max_scans(num_pixels: int) -> int:
-    return min(_MAX_SCANS, max(16, _MAX_SCANNED_PIXELS // max(1, num_pixels)))
-
-
-def essential_jpeg(data: bytes) -> Parts:
-    """The segments of a JPEG that its pixels depend on, and everything from its first scan on."""
-    view = memoryview(data)
-    parts: list[bytes | memoryview] = [view[:2]]
-    for marker, start, end in _jpeg_segments(data):
-        if marker in _JPEG_KEPT:
-            parts.append(view[start:end])
-        elif marker == _SOS:
-            parts.append(view[start:])
-    return tuple(parts)
 
 
 def _read_png(data: bytes) -> Stored:
@@ -270,7 +211,15 @@ def _read_avif(data: bytes) -> Stored:
     renamed = _EXIF_ITEM.sub(rb"\1none", data, count=8)
     with AvifImageFile(io.BytesIO(renamed)) as image:
         orientation = exif_orientation(image.info.get("exif", b""))
-        return Stored(image.width, image.height, (renamed,), orientation, bytes_per_pixel=_AVIF_BYTES)
+        width, height = image.size
+    return Stored(
+        width,
+        height,
+        (renamed,),
+        orientation,
+        piece_pixels=decoded_pixels(data),
+        bytes_per_pixel=_AVIF_BYTES,
+    )
 
 
 def _read_bmp(data: bytes) -> Stored:
@@ -283,6 +232,7 @@ def _read_tiff(data: bytes) -> Stored:
     tiff = read_tiff(data)
     white = 4095 if tiff.bits == 12 else 65_535
     black, white = (white, 0) if tiff.white_is_zero else (0, white)
+    jpeg_bytes = 3 * min(tiff.samples, 6) + 1 if tiff.jpegs else 0  # coefficients of many scans, and a strip
     return Stored(
         tiff.width,
         tiff.height,
@@ -291,7 +241,8 @@ def _read_tiff(data: bytes) -> Stored:
         tiff.piece_pixels,
         black,
         white,
-        bytes_per_pixel=_TIFF_BYTES,
+        is_plausible=are_pieces_plausible(data, tiff),
+        bytes_per_pixel=max(_TIFF_BYTES, jpeg_bytes),
     )
 
 

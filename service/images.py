@@ -20,9 +20,10 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from service.containers import MAX_BYTES_PER_PIXEL, READERS, Stored, essential_jpeg
+from service.containers import MAX_BYTES_PER_PIXEL, READERS, Stored
 from service.errors import ApiError, BadRequest, TooLarge
 from service.formats import Format, sniff, unsupported
+from service.jpeg import essential_jpeg
 
 MAX_PIXELS_SUPPORTED = 178_956_970
 """Pillow refuses larger images unless its global settings are changed."""
@@ -31,8 +32,6 @@ MAX_PIXELS_SUPPORTED = 178_956_970
 _MAX_RLE_BYTES, _MAX_RLE_PIXELS = 1 << 20, 1 << 22
 
 _NAMES = {"WEBP": "WebP"}
-
-_TILE_BYTES_PER_PIXEL = 8  # four channels of 16 bits
 
 # Converted at once: few enough to stay in a core's cache, and many beside the cost of a call.
 _STRIP_PIXELS = 1 << 18
@@ -68,12 +67,10 @@ class ImageHeader:
 
     @property
     def decoding_bytes(self) -> int:
-        """What `decode` takes at its peak, at most: pixels, a larger tile, tables, the data."""
+        """What `decode` takes at its peak, at most: pixels, or a part with more of them; tables; the data."""
         stored = self._stored
-        num_pixels = stored.width * stored.height
-        tile_bytes = _TILE_BYTES_PER_PIXEL * max(0, stored.piece_pixels - num_pixels)
-        pixel_bytes = num_pixels * stored.bytes_per_pixel
-        return pixel_bytes + tile_bytes + stored.extra_bytes + sum(map(len, stored.parts))
+        num_pixels = max(stored.width * stored.height, stored.piece_pixels)
+        return num_pixels * stored.bytes_per_pixel + stored.extra_bytes + sum(map(len, stored.parts))
 
     def decode(self) -> npt.NDArray[np.uint8]:
         """RGB, upright: a C-contiguous, writable array [height, width, 3].
@@ -158,7 +155,7 @@ def _check_pixels(stored: Stored, max_pixels: int) -> None:
         )
     if stored.piece_pixels > max_pixels:
         raise TooLarge(
-            f"a tile of the image has {stored.piece_pixels:,} pixels; the limit is {max_pixels:,}",
+            f"a part of the image has {stored.piece_pixels:,} pixels; the limit is {max_pixels:,}",
             code="too_many_pixels",
         )
 

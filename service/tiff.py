@@ -14,7 +14,7 @@ from service.formats import unsupported
 
 # Tag numbers.
 _SUBFILE_TYPE, _WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC = 254, 256, 257, 258, 259, 262
-_STRIP_OFFSETS, _ORIENTATION, _STRIP_BYTES, _COLOR_MAP = 273, 274, 279, 320
+_STRIP_OFFSETS, _ORIENTATION, _SAMPLES, _STRIP_ROWS, _STRIP_BYTES, _COLOR_MAP = 273, 274, 277, 278, 279, 320
 _TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_BYTES, _SUB_DIRECTORIES = 322, 323, 324, 325, 330
 _JPEG_TABLES, _DNG_VERSION = 347, 50706
 
@@ -28,8 +28,8 @@ _KEPT: dict[int, int] = {
     _PHOTOMETRIC: 1,
     266: 1,  # fill order
     _STRIP_OFFSETS: _MAX_PIECES,
-    277: 1,  # samples per pixel
-    278: 1,  # rows per strip
+    _SAMPLES: 1,
+    _STRIP_ROWS: 1,
     _STRIP_BYTES: _MAX_PIECES,
     284: 1,  # planar configuration
     292: 1,  # options of fax compression
@@ -51,6 +51,7 @@ _KEPT: dict[int, int] = {
 
 # None, fax, LZW, JPEG, deflate, PackBits, zstd. Left out: old-style JPEG, and what few programs wrote.
 _COMPRESSIONS = {1, 2, 3, 4, 5, 7, 8, 32773, 32946, 50000}
+_JPEG = 7
 
 _TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 16: 8}
 _INTEGERS = {1: "B", 3: "H", 4: "I", 16: "Q"}
@@ -96,6 +97,22 @@ class Entry:
         number: int = struct.unpack_from(order + code, self.value)[0]
         return number
 
+    def integers(self, data: bytes, layout: Layout) -> tuple[int, ...]:
+        """All of the values, wherever they stand."""
+        body, at = self.value, 0
+        if self.num_bytes > len(body):
+            body, at = data, layout.offset.unpack(self.value)[0]
+        return struct.unpack_from(f"{layout.order}{self.count}{_INTEGERS[self.type]}", body, at)
+
+
+@dataclass(frozen=True)
+class JpegPieces:
+    """The strips or tiles of a TIFF of JPEGs."""
+
+    max_width: int
+    max_height: int
+    places: frozenset[tuple[int, int]]  # offset, number of bytes
+
 
 @dataclass(frozen=True)
 class TiffHeader:
@@ -105,9 +122,11 @@ class TiffHeader:
     height: int
     orientation: int
     piece_pixels: int  # pixels of one tile; never less than 1
+    samples: int  # per pixel
     bits: int  # per sample, of the first sample
     white_is_zero: bool
     parts: tuple[bytes | memoryview, ...]  # joined: the file with its new directory
+    jpegs: JpegPieces | None
 
 
 def exif_orientation(exif: bytes) -> int:
@@ -132,8 +151,8 @@ def _valid_orientation(number: int) -> int:
 
 
 def read_tiff(data: bytes) -> TiffHeader:
-    """Reads the first directory. Raises `ValueError` or `struct.error` if it is broken, `UnsupportedMedia` if
-    it is of a kind that is not served."""
+    """Reads the first directory. Raises `ValueError`, `LookupError` or `struct.error` if it is broken,
+    `UnsupportedMedia` if it is of a kind that is not served."""
     layout = Layout("<" if data[:2] == b"II" else ">", is_big=b"+" in data[2:4])
     entries = _read_entries(data, layout)
 
@@ -155,10 +174,30 @@ def read_tiff(data: bytes) -> TiffHeader:
         height=scalar(_HEIGHT, 0),
         orientation=_valid_orientation(scalar(_ORIENTATION, 1)),
         piece_pixels=max(1, tile_pixels),
+        samples=scalar(_SAMPLES, 1),
         bits=scalar(_BITS, 1),
         white_is_zero=scalar(_PHOTOMETRIC, 0) == 0,
         parts=_rewritten(data, layout, kept),
+        jpegs=_jpeg_pieces(data, layout, entries) if compression == _JPEG else None,
     )
+
+
+def _jpeg_pieces(data: bytes, layout: Layout, entries: dict[int, Entry]) -> JpegPieces:
+    """Raises `ValueError` or `LookupError` where it could be doubted what a decoder takes for a piece."""
+
+    def scalar(tag: int) -> int:
+        return entries[tag].integer(layout.order, 0) if tag in entries else 0
+
+    is_tiled = _TILE_OFFSETS in entries or _TILE_BYTES in entries
+    if is_tiled and (_STRIP_OFFSETS in entries or _STRIP_BYTES in entries):
+        raise ValueError("both strips and tiles")
+    offsets = entries[_TILE_OFFSETS if is_tiled else _STRIP_OFFSETS].integers(data, layout)
+    sizes = entries[_TILE_BYTES if is_tiled else _STRIP_BYTES].integers(data, layout)
+    width, height = scalar(_TILE_WIDTH), scalar(_TILE_HEIGHT)
+    if not (_TILE_WIDTH in entries or _TILE_HEIGHT in entries):
+        width, height = scalar(_WIDTH), scalar(_HEIGHT)
+        height = min(height, scalar(_STRIP_ROWS) or height)
+    return JpegPieces(width, height, frozenset(zip(offsets, sizes, strict=True)))
 
 
 def _read_entries(data: bytes, layout: Layout) -> dict[int, Entry]:
@@ -179,7 +218,11 @@ def _read_entries(data: bytes, layout: Layout) -> dict[int, Entry]:
 def _check(entry: Entry, data: bytes, layout: Layout) -> None:
     if entry.type not in _TYPE_BYTES or not 1 <= entry.count <= _KEPT[entry.tag]:
         raise ValueError(f"tag {entry.tag} has type {entry.type} and {entry.count} values")
-    if entry.num_bytes > len(entry.value):
+    is_outside = entry.num_bytes > len(entry.value)
+    if _KEPT[entry.tag] == 1 and (is_outside or entry.type not in _INTEGERS):
+        # A decoder would read what is read as absent here.
+        raise ValueError(f"tag {entry.tag} has type {entry.type}")
+    if is_outside:
         (offset,) = layout.offset.unpack(entry.value)
         if offset + entry.num_bytes > len(data):
             raise ValueError(f"tag {entry.tag} lies outside the file")

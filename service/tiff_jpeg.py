@@ -1,0 +1,31 @@
+"""The JPEGs in a TIFF: one for each strip or tile, each with a size of its own that a decoder makes room for.
+
+Knows nothing of limits or pixels.
+"""
+
+from __future__ import annotations
+
+from service.jpeg import is_plausible, read_jpeg
+from service.tiff import TiffHeader
+
+_MAX_SEGMENTS = 1 << 17  # of all pieces: the time that reading them takes
+
+
+def are_pieces_plausible(data: bytes, tiff: TiffHeader) -> bool:
+    """Whether each JPEG is no larger than its strip or tile, and plausible by itself. A last strip may be as
+    tall as the others. Raises any `Exception` where one is broken."""
+    if tiff.jpegs is None:
+        return True
+    if sum(size for _, size in tiff.jpegs.places) > len(data):
+        return False  # they overlap
+    num_segments = 0
+    for offset, size in tiff.jpegs.places:
+        piece = data[offset : offset + size]
+        jpeg = read_jpeg(piece)
+        num_segments += jpeg.num_segments
+        fits = jpeg.width <= tiff.jpegs.max_width and jpeg.height <= tiff.jpegs.max_height
+        if not fits or num_segments > _MAX_SEGMENTS:
+            return False
+        if not is_plausible(piece, jpeg, jpeg.width * jpeg.height):
+            return False
+    return True
