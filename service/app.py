@@ -127,7 +127,7 @@ def create_app(
     )
     app.add_exception_handler(HTTPException, raise_api_error)
     app.router.route_class = RawRoute
-    pipeline = Pipeline(settings, engine, engine.batcher, budget, decoders, writers, fetcher, memory)
+    pipeline = Pipeline(settings, engine, engine.batcher, budget, decoders, writers, fetcher, limits, memory)
     embed.add_routes(app.router, engine, pipeline)
     embeddings.add_routes(app.router, engine, pipeline)
     probes.add_routes(app.router, engine)

@@ -68,6 +68,7 @@ class Pipeline:
         decoders: Executor,
         writers: Executor,
         fetcher: Fetcher,
+        limits: ImageLimits,
         memory: DecodingMemory,
     ) -> None:
         self._source = source
@@ -80,7 +81,7 @@ class Pipeline:
         self._preparer = Preparer(
             batcher,
             decoders,
-            ImageLimits(settings.max_image_bytes, settings.max_image_pixels),
+            limits,
             settings.max_request_tokens,
             memory,
         )

@@ -8,7 +8,9 @@ Source of tags and layouts: TIFF 6.0, and the BigTIFF proposal. Knows nothing of
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from service.formats import unsupported
 
@@ -155,10 +157,7 @@ def read_tiff(data: bytes) -> TiffHeader:
     `UnsupportedMedia` if it is of a kind that is not served."""
     layout = Layout("<" if data[:2] == b"II" else ">", is_big=b"+" in data[2:4])
     entries = _read_entries(data, layout)
-
-    def scalar(tag: int, default: int) -> int:
-        return entries[tag].integer(layout.order, default) if tag in entries else default
-
+    scalar = partial(_scalar, entries, layout)
     is_preview = scalar(_SUBFILE_TYPE, 0) & 1 and _SUB_DIRECTORIES in entries
     if _DNG_VERSION in entries or is_preview:
         raise unsupported("a camera raw file")
@@ -182,21 +181,22 @@ def read_tiff(data: bytes) -> TiffHeader:
     )
 
 
+def _scalar(entries: Mapping[int, Entry], layout: Layout, tag: int, default: int) -> int:
+    return entries[tag].integer(layout.order, default) if tag in entries else default
+
+
 def _jpeg_pieces(data: bytes, layout: Layout, entries: dict[int, Entry]) -> JpegPieces:
     """Raises `ValueError` or `LookupError` where it could be doubted what a decoder takes for a piece."""
-
-    def scalar(tag: int) -> int:
-        return entries[tag].integer(layout.order, 0) if tag in entries else 0
-
+    scalar = partial(_scalar, entries, layout)
     is_tiled = _TILE_OFFSETS in entries or _TILE_BYTES in entries
     if is_tiled and (_STRIP_OFFSETS in entries or _STRIP_BYTES in entries):
         raise ValueError("both strips and tiles")
     offsets = entries[_TILE_OFFSETS if is_tiled else _STRIP_OFFSETS].integers(data, layout)
     sizes = entries[_TILE_BYTES if is_tiled else _STRIP_BYTES].integers(data, layout)
-    width, height = scalar(_TILE_WIDTH), scalar(_TILE_HEIGHT)
+    width, height = scalar(_TILE_WIDTH, 0), scalar(_TILE_HEIGHT, 0)
     if not (_TILE_WIDTH in entries or _TILE_HEIGHT in entries):
-        width, height = scalar(_WIDTH), scalar(_HEIGHT)
-        height = min(height, scalar(_STRIP_ROWS) or height)
+        width, height = scalar(_WIDTH, 0), scalar(_HEIGHT, 0)
+        height = min(height, scalar(_STRIP_ROWS, 0) or height)
     return JpegPieces(width, height, frozenset(zip(offsets, sizes, strict=True)))
 
 

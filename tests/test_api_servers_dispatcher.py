@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from models import EncodeItem, OutputSpec
-from service.api_servers.dispatcher import ServerLines, place
+from service.api_servers.dispatcher import Dispatcher, ServerLines, place
 from service.api_servers.link import MAX_FILES, Link
 from service.api_servers.link import _Large as Large
 from service.api_servers.memory import SharedMemory
@@ -279,13 +279,18 @@ def test_an_api_server_that_goes_when_it_is_granted_a_place_is_passed_over(make:
     going.join(10)
 
 
-def test_an_api_server_that_goes_frees_the_place_that_it_was_granted(make: Make) -> None:
-    going, staying = Stranger(), Stranger()
-    company = make(num_servers=0, strangers=[going.client, staying.client])
-    dispatcher = company.dispatcher
-    for stranger in (going, staying):
+def two_that_want(make: Make) -> tuple[Dispatcher, Stranger, Stranger]:
+    """Both have been heard, and none has its turn yet."""
+    first, second = Stranger(), Stranger()
+    dispatcher = make(num_servers=0, strangers=[first.client, second.client]).dispatcher
+    for stranger in (first, second):
         stranger.batches.send(Wanting())
         dispatcher._listen(0.0)
+    return dispatcher, first, second
+
+
+def test_an_api_server_that_goes_frees_the_place_that_it_was_granted(make: Make) -> None:
+    dispatcher, going, staying = two_that_want(make)
     dispatcher._grant()
     assert going.was_granted()
     dispatcher._granted[going.client] += 3600.0  # so that no patience ends
@@ -297,12 +302,7 @@ def test_an_api_server_that_goes_frees_the_place_that_it_was_granted(make: Make)
 
 
 def test_an_api_server_that_goes_before_its_turn_costs_no_place(make: Make) -> None:
-    going, staying = Stranger(), Stranger()
-    company = make(num_servers=0, strangers=[going.client, staying.client])
-    dispatcher = company.dispatcher
-    for stranger in (going, staying):
-        stranger.batches.send(Wanting())
-        dispatcher._listen(0.0)
+    dispatcher, going, staying = two_that_want(make)
     going.leave()
     dispatcher._listen(0.0)
     dispatcher._grant()

@@ -7,7 +7,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -28,6 +28,7 @@ from service.decoding_memory import DecodingMemory
 from service.encoding import Answer
 from service.errors import ApiError
 from service.fetch import make_fetcher
+from service.images import ImageLimits
 from service.pipeline import Pipeline
 from service.preparation import Preparation
 from service.queued import QueueLimits
@@ -85,6 +86,22 @@ class Source:
             assert (batcher.waiting_images, batcher.waiting_tokens, batcher.reserved_tokens) == (0, 0, 0)
             assert self.budget.held_bytes == held_bytes
 
+    def pipeline(
+        self, settings: Settings, batcher: Batcher, decoders: Executor, writers: Executor | None = None
+    ) -> Pipeline:
+        """Writes where it decodes, unless told otherwise."""
+        return Pipeline(
+            settings,
+            self,
+            batcher,
+            self.budget,
+            decoders,
+            writers or decoders,
+            make_fetcher(settings),
+            ImageLimits(settings.max_image_bytes, settings.max_image_pixels),
+            self.memory,
+        )
+
 
 class Exchange:
     """One request as the pipeline sees it, and what became of it."""
@@ -130,16 +147,7 @@ class Exchange:
                 self.over.set()
 
         with ThreadPoolExecutor(2, thread_name_prefix="decode") as own, source.serving() as batcher:
-            pipeline = Pipeline(
-                settings,
-                source,
-                batcher,
-                source.budget,
-                executor or own,
-                own,
-                make_fetcher(settings),
-                source.memory,
-            )
+            pipeline = source.pipeline(settings, batcher, executor or own, own)
             answer: dict[str, Any] = json.loads(b"".join(asyncio.run(embed()).body))
             return answer
 
@@ -291,16 +299,7 @@ def test_the_event_loop_goes_on_while_images_are_prepared(settings: Settings) ->
             with ThreadPoolExecutor(1) as executor, source.serving() as batcher:
                 exchange = json_exchange(*[encode_image()] * 3)
                 request = Request(exchange.scope, exchange.receive)
-                pipeline = Pipeline(
-                    settings,
-                    source,
-                    batcher,
-                    source.budget,
-                    executor,
-                    executor,
-                    make_fetcher(settings),
-                    source.memory,
-                )
+                pipeline = source.pipeline(settings, batcher, executor)
                 return await pipeline.embed(request)
         finally:
             beating.cancel()
@@ -545,16 +544,7 @@ def test_a_full_queue_refuses_what_does_not_fit(settings: Settings, gate: thread
 
     async def main() -> list[Any]:
         with ThreadPoolExecutor(2) as executor, source.serving() as batcher:
-            pipeline = Pipeline(
-                settings,
-                source,
-                batcher,
-                source.budget,
-                executor,
-                executor,
-                make_fetcher(settings),
-                source.memory,
-            )
+            pipeline = source.pipeline(settings, batcher, executor)
 
             def start() -> asyncio.Task[Answer]:
                 exchanges.append(Exchange(encode_image()))  # 6 tokens
@@ -633,16 +623,7 @@ def test_bodies_are_parsed_while_every_decoder_is_busy(settings: Settings, gate:
             source.serving() as batcher,
         ):
             decoders.submit(gate.wait)
-            pipeline = Pipeline(
-                settings,
-                source,
-                batcher,
-                source.budget,
-                decoders,
-                writers,
-                make_fetcher(settings),
-                source.memory,
-            )
+            pipeline = source.pipeline(settings, batcher, decoders, writers)
             try:
                 await pipeline.embed(Request(exchange.scope, exchange.receive))
             finally:
@@ -662,16 +643,7 @@ def test_who_gives_up_takes_their_files_along(settings: Settings, gate: threadin
         with ThreadPoolExecutor(1) as executor, source.serving() as batcher:
             executor.submit(gate.wait)
             limited = only(settings, request_timeout_s=0.05)
-            pipeline = Pipeline(
-                limited,
-                source,
-                batcher,
-                source.budget,
-                executor,
-                executor,
-                make_fetcher(settings),
-                source.memory,
-            )
+            pipeline = source.pipeline(limited, batcher, executor)
             exchange = Exchange(encode_image(400, 400))
             try:
                 with pytest.raises(ApiError):
