@@ -249,9 +249,12 @@ class EncoderCudaGraphManager(Generic[Batch]):
         return True
 
     def _test(self, graph: BudgetGraphMetadata) -> None:
-        """Compares a graph with an eager run on random input: full, and with slots and rows left over."""
+        """Compares a graph with an eager run on random input: full, and with slots and rows left over.
+
+        The second run has one image of half a budget: attention over longer ones would be most of the start.
+        """
         budget = graph.token_budget
-        for tokens, images in ((budget, graph.max_batch_size), (max(self._smallest, budget * 3 // 4), 1)):
+        for tokens, images in ((budget, graph.max_batch_size), (max(self._smallest, budget // 2), 1)):
             batch = self.model.prepare_encoder_cudagraph_capture_inputs(tokens, images)
             expected = self.model.encoder_eager_forward(batch).float()
             self._load(batch, Buffers(graph.input_buffer, graph.metadata_buffers))

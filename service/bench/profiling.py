@@ -43,7 +43,7 @@ def profile_kernels(side: Side, batch: Sequence[Patches], device: torch.device) 
     Kernels that run at the same time, as uploads do, count in full.
     """
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[activity]) as recorded:
+    with profile(activities=[activity], acc_events=True) as recorded:  # else torch 2.11 warns
         for _ in range(BATCHES):
             side.encode(batch)
         side.wait()
