@@ -124,7 +124,10 @@ class VisionTransformer(nn.Module):
         self.config = config
         self.kernels = kernels
         self.patch_embed = PatchEmbed(config, kernels)
-        self.pos_embed = nn.Embedding(config.num_position_embeddings, config.hidden_size)
+        # Not random, as nn.Embedding would make it: for that torch imports its compiler, in a second.
+        self.pos_embed = nn.Embedding.from_pretrained(
+            torch.empty(config.num_position_embeddings, config.hidden_size)
+        )
         self.blocks = nn.ModuleList([Block(config, attention, kernels) for _ in range(config.depth)])
         self.merger = PatchMerger(config, kernels, norm_after_merge=False)
         self.deepstack_merger_list = nn.ModuleList(

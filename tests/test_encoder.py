@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,15 @@ from models import CudaGraphSettings, EncodeItem, ModelError, OutputSpec, Patche
 from tests.checkpoints import build_model, relative_error, save
 
 SIZES = [(256, 256), (300, 500), (640, 480)]
+ROOT = Path(__file__).parent.parent
+NO_COMPILER_SCRIPT = """
+import sys
+import numpy as np
+from models import VisionEncoder
+encoder = VisionEncoder.from_pretrained("demo", device="cpu")
+encoder.encode([encoder.preprocess(np.zeros((256, 256, 3), dtype=np.uint8))])
+print({"torch._dynamo", "transformers"} & set(sys.modules))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -29,6 +40,12 @@ def test_demo_is_the_same_on_every_start(demo: VisionEncoder) -> None:
     assert demo.fingerprint == "4c669a3e30c021b0c3487a96061f563f5113f50209b998ed282e6d349f9a7759"
     for one, other in zip(demo.encode(images(demo)), again.encode(images(again)), strict=True):
         assert torch.equal(one, other)
+
+
+def test_the_demo_starts_without_torchs_compiler_and_transformers() -> None:
+    command = [sys.executable, "-c", NO_COMPILER_SCRIPT]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "set()\n"
 
 
 def test_demo_vectors_tell_images_apart(demo: VisionEncoder) -> None:

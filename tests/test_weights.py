@@ -329,12 +329,15 @@ MEMORY_SCRIPT = """
 import sys, threading, time
 import torch
 from models import VisionEncoder
+from transformers import CONFIG_MAPPING
 
 def anonymous():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
-VisionEncoder.from_pretrained("demo", device="cpu")  # what first use allocates is not the checkpoint's
+# What first use allocates is not the checkpoint's.
+VisionEncoder.from_pretrained("demo", device="cpu")
+CONFIG_MAPPING["qwen3_vl"]
 before, peak, done = anonymous(), 0, False
 
 def watch():
