@@ -124,9 +124,9 @@ class VisionTransformer(nn.Module):
         self.config = config
         self.kernels = kernels
         self.patch_embed = PatchEmbed(config, kernels)
-        # Not random, as nn.Embedding would make it: for that torch imports its compiler, in a second.
+        # Zeros, not random as nn.Embedding makes it: for that torch imports its compiler, in a second.
         self.pos_embed = nn.Embedding.from_pretrained(
-            torch.empty(config.num_position_embeddings, config.hidden_size)
+            torch.zeros(config.num_position_embeddings, config.hidden_size)
         )
         self.blocks = nn.ModuleList([Block(config, attention, kernels) for _ in range(config.depth)])
         self.merger = PatchMerger(config, kernels, norm_after_merge=False)
