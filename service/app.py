@@ -23,12 +23,12 @@ from service.admission import ByteBudget
 from service.decoding_memory import DecodingMemory
 from service.engine import Engine
 from service.fetch import Fetcher, make_fetcher
-from service.guard import GuardMiddleware
+from service.http.guard import GuardMiddleware
+from service.http.keys import KeyMiddleware
+from service.http.middleware import RequestMiddleware, raise_api_error
 from service.images import ImageLimits
-from service.keys import KeyMiddleware
 from service.loaded import HasReplicas
 from service.metrics import Collects, Metrics
-from service.middleware import RequestMiddleware, raise_api_error
 from service.pipeline import Pipeline
 from service.queued import QueueLimits
 from service.replicas import load_replicas

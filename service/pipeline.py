@@ -22,14 +22,14 @@ from starlette.requests import ClientDisconnect
 from service.admission import ByteBudget, Permit
 from service.batcher import Batcher
 from service.body import announced_bytes, read_embed_body, read_openai_body, takes_options
-from service.caller import watch
 from service.content_type import ContentType, parse_content_type
-from service.context import RequestContext, context_of
 from service.decoding_memory import DecodingMemory
 from service.embed_body import BodyLimits, EmbedBody, ImageUrl, ReadBody
 from service.encoding import Answer, ImageFacts, ModelIdentity, encode
 from service.errors import BodyTimeout, DeadlineExceeded, UnsupportedMedia
 from service.fetch import Fetcher
+from service.http.caller import watch
+from service.http.context import RequestContext, context_of
 from service.images import ImageLimits
 from service.loaded import LoadedEncoder
 from service.openai_body import ServedModel

@@ -23,8 +23,8 @@ from PIL import Image
 from service.app import create_app
 from service.engine import Engine, State
 from service.errors import ApiError
+from service.http.http_protocol import Protocol
 from service.metrics import Metrics
-from service.protocol import Protocol
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)

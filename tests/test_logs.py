@@ -16,7 +16,7 @@ def record(
     message: str = "%s said %d", *args: object, error: BaseException | None = None
 ) -> logging.LogRecord:
     info = None if error is None else (type(error), error, error.__traceback__)
-    return logging.LogRecord("service.middleware", logging.WARNING, "file.py", 1, message, args, info)
+    return logging.LogRecord("service.http.middleware", logging.WARNING, "file.py", 1, message, args, info)
 
 
 def test_json_is_one_object_a_line_with_these_members() -> None:
@@ -25,7 +25,7 @@ def test_json_is_one_object_a_line_with_these_members() -> None:
     members = json.loads(line)
     age = datetime.now(UTC) - datetime.fromisoformat(members.pop("timestamp"))
     assert timedelta(seconds=-1) < age < timedelta(seconds=60)
-    assert members == {"level": "WARNING", "logger": "service.middleware", "message": "she said\n7"}
+    assert members == {"level": "WARNING", "logger": "service.http.middleware", "message": "she said\n7"}
 
 
 def test_json_has_what_a_line_says_beside_its_message_as_members() -> None:

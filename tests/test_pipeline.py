@@ -23,11 +23,11 @@ from starlette.types import Message
 from models import EncodeItem, Patches, Preprocessor, Replica, VisionEncoder
 from service.admission import ByteBudget
 from service.batcher import Batcher
-from service.context import RequestContext
 from service.decoding_memory import DecodingMemory
 from service.encoding import Answer
 from service.errors import ApiError
 from service.fetch import make_fetcher
+from service.http.context import RequestContext
 from service.images import ImageLimits
 from service.pipeline import Pipeline
 from service.preparation import Preparation

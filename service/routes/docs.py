@@ -9,7 +9,7 @@ import orjson
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse
 
-from service.keys import describe_keys
+from service.http.keys import describe_keys
 
 PAGE = "/docs"
 OPENAPI = "/openapi.json"

@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from service.errors import TooManyRequests
-from service.guard import GuardMiddleware
+from service.http.guard import GuardMiddleware
 from service.settings import Settings
 from service.ticket import Ticket
 from tests.conftest import Service, only

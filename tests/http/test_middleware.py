@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.context import context_of
 from service.errors import (
     ApiError,
     BadRequest,
@@ -24,8 +23,9 @@ from service.errors import (
     Unauthorized,
     Unavailable,
 )
+from service.http.context import context_of
+from service.http.middleware import RequestMiddleware
 from service.metrics import Metrics
-from service.middleware import RequestMiddleware
 
 Headers = Sequence[tuple[bytes, bytes]]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from service.transport import LINGER_S, LingeringTransport, UnreadWatch
+from service.http.transport import LINGER_S, LingeringTransport, UnreadWatch
 from tests.clock import SkippingLoop, skip
 
 TIMEOUT_S = 6.0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from service.caller import watch
+from service.http.caller import watch
 
 DISCONNECT: Message = {"type": "http.disconnect"}
 REST: Message = {"type": "http.request", "body": b"", "more_body": False}

@@ -24,9 +24,9 @@ from uvicorn._types import ASGI3Application, ASGIReceiveCallable, ASGISendCallab
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from service.answers import FIXED_HEADERS, Headers, error_answer, identity_headers, new_request_id
 from service.errors import ApiError, BadRequest, BodyTimeout, HeadersTooLarge
-from service.transport import LingeringTransport, UnreadWatch
+from service.http.response_parts import FIXED_HEADERS, Headers, error_answer, identity_headers, new_request_id
+from service.http.transport import LingeringTransport, UnreadWatch
 
 MAX_HEADER_BYTES = 2**16
 UNREAD_TIMEOUT_S = 30.0

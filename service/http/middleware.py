@@ -17,10 +17,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.answers import FIXED_HEADERS, Headers, error_answer, identity_headers, new_request_id
-from service.context import RequestContext
-from service.cors import Cors
 from service.errors import ApiError, ErrorCode, InternalError, MethodNotAllowed, NotFound, Unavailable
+from service.http.context import RequestContext
+from service.http.cors import Cors
+from service.http.response_parts import FIXED_HEADERS, Headers, error_answer, identity_headers, new_request_id
 from service.metrics import CLIENT_LEFT, OTHER, Metrics
 
 logger = logging.getLogger(__name__)

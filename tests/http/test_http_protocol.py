@@ -25,10 +25,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from service import transport
 from service.errors import ApiError
-from service.protocol import MAX_HEADER_BYTES, Protocol
-from service.transport import LINGER_BYTES, LINGER_S
+from service.http import transport
+from service.http.http_protocol import MAX_HEADER_BYTES, Protocol
+from service.http.transport import LINGER_BYTES, LINGER_S
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST /read HTTP/1.1\r\nhost: x\r\n"
