@@ -20,8 +20,8 @@ from types import FrameType
 from typing import NoReturn
 
 from service import bench
-from service.files import allow_many_files
-from service.version import find_version
+from service.config.files import allow_many_files
+from service.config.version import find_version
 
 logger = logging.getLogger("service.__main__")  # __name__ is another one under `python -m`
 
@@ -54,8 +54,8 @@ def serve(argv: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit)
     # These import pydantic and more: after the handlers.
-    from service.arguments import SettingsError, parse_settings
-    from service.logs import configure_logging
+    from service.config.arguments import SettingsError, parse_settings
+    from service.config.logs import configure_logging
 
     try:
         settings = parse_settings(argv, os.environ)

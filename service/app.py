@@ -20,6 +20,8 @@ from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
 from service.admission import ByteBudget
+from service.config.settings import Settings
+from service.config.version import find_version
 from service.decoding_memory import DecodingMemory
 from service.engine import Engine
 from service.fetch import Fetcher, make_fetcher
@@ -34,9 +36,7 @@ from service.queued import QueueLimits
 from service.replicas import load_replicas
 from service.routes import docs, embed, embeddings, info, metrics, probes
 from service.routes.route import RawRoute
-from service.settings import Settings
 from service.tally import OwnTally, Tally
-from service.version import find_version
 
 logger = logging.getLogger(__name__)
 

@@ -22,6 +22,7 @@ from starlette.requests import ClientDisconnect
 from service.admission import ByteBudget, Permit
 from service.batcher import Batcher
 from service.body import announced_bytes, read_embed_body, read_openai_body, takes_options
+from service.config.settings import Settings
 from service.content_type import ContentType, parse_content_type
 from service.decoding_memory import DecodingMemory
 from service.embed_body import BodyLimits, EmbedBody, ImageUrl, ReadBody
@@ -35,7 +36,6 @@ from service.loaded import LoadedEncoder
 from service.openai_body import ServedModel
 from service.options import EmbedOptions, check_options, openai_options, read_query, resolve_options
 from service.preparation import Preparation, Preparer
-from service.settings import Settings
 from service.ticket import Abandoned, Ticket
 
 T = TypeVar("T")

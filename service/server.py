@@ -21,11 +21,11 @@ from fastapi import FastAPI
 from PIL import Image
 
 from service.app import create_app
+from service.config.settings import Settings
 from service.engine import Engine, State
 from service.errors import ApiError
 from service.http.http_protocol import Protocol
 from service.metrics import Metrics
-from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -32,8 +32,8 @@ from models import (
     ReplicaGroup,
 )
 from service.app import create_app
+from service.config.settings import Settings
 from service.engine import Engine, State
-from service.settings import Settings
 from tests.queueing import Callers
 
 CONFIG = PreprocessConfig(

@@ -17,10 +17,10 @@ from prometheus_client import CollectorRegistry
 from models import ReplicaGroup
 from service.__main__ import listen
 from service.app import create_app
+from service.config.settings import Settings
 from service.engine import Engine, State
 from service.metrics import render
 from service.server import Server
-from service.settings import Settings
 from service.ticket import Ticket
 from tests.conftest import HIDDEN_SIZE, FakeEncoder, fake_replicas
 from tests.traffic import Answer, Scrape, call, png, post

@@ -18,7 +18,7 @@ import uvloop
 from service.__main__ import address, listen
 from service.api_servers.members import Process, Spawn
 from service.api_servers.supervisor import Supervisor
-from service.settings import Settings
+from service.config.settings import Settings
 from tests.serving import eventually, request_of
 from tests.traffic import Answer, Scrape, call
 

@@ -35,7 +35,7 @@ from service.api_servers.messages import (
     Scraped,
     Wanting,
 )
-from service.settings import Settings
+from service.config.settings import Settings
 from tests.conftest import CONFIG, FakeEncoder, fake_replicas, only
 from tests.queueing import item
 

@@ -19,7 +19,7 @@ from service.api_servers.messages import Farewell, Full, Leaving, Stop, Up
 from service.api_servers.remote import RemoteReplicas
 from service.api_servers.server import ApiServer
 from service.app import create_app
-from service.settings import Settings
+from service.config.settings import Settings
 from tests.conftest import FakeEncoder, fake_replicas
 from tests.queueing import eventually
 

@@ -20,7 +20,7 @@ from service.__main__ import listen
 from service.api_servers.link import Link
 from service.api_servers.members import Process, spawn
 from service.api_servers.supervisor import Supervisor, count_servers
-from service.settings import Settings
+from service.config.settings import Settings
 from tests.api_servers import CopyingEncoder, ThreadAsProcess
 from tests.conftest import FakeEncoder, fake_replicas, only
 from tests.serving import HeldUpload, embeddings_of, eventually

@@ -26,6 +26,7 @@ from prometheus_client.registry import Collector
 from models import EncodeItem, ModelError, OutputSpec, VisionEncoder
 from models.replica import MAX_LAUNCHED
 from service.app import COUNTED_ROUTES, create_app
+from service.config.settings import Settings
 from service.engine import State
 from service.errors import ERROR_CODES
 from service.images import ImageLimits, read_header
@@ -35,7 +36,6 @@ from service.options import MEDIA_TYPES, OPTION_NAMES
 from service.preparation import Preparation
 from service.routes import docs
 from service.schemas import EmbedResponse, ErrorResponse, Info, ModelCard, ModelList, OpenAIResponse
-from service.settings import Settings
 from service.ticket import Ticket
 from tests.conftest import (
     FINGERPRINT,

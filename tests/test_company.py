@@ -15,8 +15,8 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from service.app import create_app
+from service.config.settings import Settings
 from service.engine import State
-from service.settings import Settings
 from tests.traffic import png
 
 SETTINGS = Settings(device="cpu", dtype="float32", data_parallel_size=2, decode_threads=2, max_wait_ms=5.0)

@@ -20,11 +20,11 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from service.__main__ import listen
-from service.arguments import ENV_PREFIX
+from service.config.arguments import ENV_PREFIX
+from service.config.settings import NEVER_EMPTY, Settings
 from service.metrics import Metrics
 from service.routes import metrics as metrics_route
 from service.routes import probes
-from service.settings import NEVER_EMPTY, Settings
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()

@@ -20,9 +20,9 @@ import torch
 
 from models import DeviceError, EncodeItem, OutputSpec, Preprocessor
 from service.batcher import Batcher
+from service.config.settings import Settings
 from service.engine import State
 from service.queued import QueueLimits
-from service.settings import Settings
 from service.ticket import Ticket
 from tests.conftest import CONFIG, FakeEncoder, FakeRunning
 from tests.serving import HeldUpload, Served, call_all, embeddings_of, eventually, request_of

@@ -23,6 +23,7 @@ from starlette.types import Message
 from models import EncodeItem, Patches, Preprocessor, Replica, VisionEncoder
 from service.admission import ByteBudget
 from service.batcher import Batcher
+from service.config.settings import Settings
 from service.decoding_memory import DecodingMemory
 from service.encoding import Answer
 from service.errors import ApiError
@@ -32,7 +33,6 @@ from service.images import ImageLimits
 from service.pipeline import Pipeline
 from service.preparation import Preparation
 from service.queued import QueueLimits
-from service.settings import Settings
 from tests.conftest import CONFIG, FakeEncoder, FakeRunning, encode_image, known_embedding, only
 
 LEFT: Message = {"type": "http.disconnect"}

@@ -16,7 +16,7 @@ import yaml
 from starlette.types import Message, Receive, Scope, Send
 
 from deploy.ray.adapter import BehindServe
-from service.arguments import parse_settings
+from service.config.arguments import parse_settings
 
 RAY = Path(__file__).parent.parent / "deploy/ray"
 SOURCE = (RAY / "app.py").read_text()

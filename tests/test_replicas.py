@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from models import CudaGraphSettings, ModelError
+from service.config.settings import Settings
 from service.replicas import graph_settings, load_replicas
-from service.settings import Settings
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

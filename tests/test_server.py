@@ -18,9 +18,9 @@ from prometheus_client import CollectorRegistry
 from models import DeviceError, EncodeItem
 from service.__main__ import address, listen
 from service.app import create_app
+from service.config.settings import Settings
 from service.engine import Engine, State
 from service.server import Server
-from service.settings import Settings
 from tests.conftest import FakeEncoder, encode_image, fake_replicas, only
 from tests.queueing import eventually
 from tests.test_cli import SlowReader, SlowUpload
@@ -226,7 +226,7 @@ import torch
 from service import server
 from service.__main__ import address, listen
 from service.app import create_app
-from service.settings import Settings
+from service.config.settings import Settings
 from tests.conftest import FakeEncoder, FakeRunning, fake_replicas
 
 class Wide(FakeEncoder):  # so many numbers that the answer fills every buffer on the way

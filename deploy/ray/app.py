@@ -20,10 +20,10 @@ from ray import serve
 
 from deploy.ray.adapter import BehindServe
 from service.app import create_app
-from service.arguments import SettingsError, parse_settings
+from service.config.arguments import SettingsError, parse_settings
+from service.config.logs import configure_logging
+from service.config.settings import Settings
 from service.engine import Engine, State
-from service.logs import configure_logging
-from service.settings import Settings
 
 TARGETS_PATH = "/metrics/targets"
 # More than the queue can hold of the smallest images: the app itself refuses what is too much, with 429.

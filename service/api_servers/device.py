@@ -32,9 +32,9 @@ from service.api_servers.messages import (
     Scraped,
 )
 from service.api_servers.tallies import SharedIdleness
+from service.config.settings import Settings
 from service.engine import ended_early, keep_what_is_loaded, stuck
 from service.replicas import load_replica
-from service.settings import Settings
 
 
 class Device:

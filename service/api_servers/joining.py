@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from service.api_servers.link import Link
 from service.api_servers.messages import STOP_SIGNALS, DeviceSetup, Setup
-from service.logs import configure_logging
+from service.config.logs import configure_logging
 
 S = TypeVar("S", Setup, DeviceSetup)
 

@@ -11,7 +11,7 @@ import torch
 from prometheus_client import Metric
 
 from models import BatchStats, DeviceError, ModelError, OutputSpec, Preprocessor, VisionEncoder
-from service.settings import Settings
+from service.config.settings import Settings
 
 # What a process is told to stop with from outside. What they mean for the others is the supervisor's concern.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -41,10 +41,10 @@ from service.api_servers.messages import (
 from service.api_servers.remote import RemoteReplica, RemoteReplicas
 from service.api_servers.tallies import shared_tallies
 from service.app import Together, create_app
+from service.config.files import max_connections
+from service.config.settings import Settings
 from service.engine import Engine, keep_what_is_loaded
-from service.files import max_connections
 from service.server import Server, finish, trust_own_limits
-from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -45,7 +45,7 @@ from service.api_servers.messages import (
 from service.api_servers.reception import Reception
 from service.api_servers.scraping import Scraping
 from service.api_servers.tallies import SharedIdleness, tallies_memory
-from service.settings import Settings
+from service.config.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import uvloop
 
 from service.bench.http_client import Client, SendError
-from service.files import allow_many_files
+from service.config.files import allow_many_files
 
 _PAUSE_S = 0.02  # of a caller that got no answer, so that a server that is gone is not asked in a tight loop
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from service.config.settings import Settings
 from service.dtypes import dtype_name
 from service.engine import Engine
 from service.errors import NotFound, printable
 from service.openapi import error_responses
 from service.schemas import CudaGraphs, Info, Limits, ModelCard, ModelList, Preprocessing
-from service.settings import Settings
 
 INFO = "/info"
 MODELS = "/v1/models"

@@ -11,7 +11,7 @@ import torch
 from models import CudaGraphSettings, EncodeItem, Replica, VisionEncoder, replica_devices
 from models.readback import RunningBatch
 from service.api_servers import device
-from service.settings import Settings
+from service.config.settings import Settings
 
 BAD_LEVEL = 251
 

@@ -22,7 +22,7 @@ from models import (
 )
 from models.weights import Checkpoint
 from service.api_servers.members import spawn
-from service.settings import Settings
+from service.config.settings import Settings
 from tests.checkpoints import relative_error
 from tests.gpu.failing_device import BAD_LEVEL
 from tests.gpu.images import patches

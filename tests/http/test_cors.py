@@ -7,7 +7,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from service.settings import Settings
+from service.config.settings import Settings
 from tests.conftest import FakeEncoder, Service, encode_image, only
 from tests.test_app import error_of
 

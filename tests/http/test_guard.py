@@ -10,9 +10,9 @@ import httpx
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from service.config.settings import Settings
 from service.errors import TooManyRequests
 from service.http.guard import GuardMiddleware
-from service.settings import Settings
 from service.ticket import Ticket
 from tests.conftest import Service, only
 from tests.test_app import error_of

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from service.app import OPEN_PATHS
+from service.config.settings import Settings
 from service.routes import probes
-from service.settings import Settings
 from tests.conftest import Service, encode_image, only
 from tests.test_app import error_of, message_of
 

@@ -15,7 +15,7 @@ from typing import Annotated, Literal, NoReturn, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
-from service.setting_types import Hosts, Keys, NamedFile, Networks, Origins, read_keys, split_list
+from service.config.setting_types import Hosts, Keys, NamedFile, Networks, Origins, read_keys, split_list
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]

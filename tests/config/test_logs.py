@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from service.logs import configure_logging, make_formatter
-from service.settings import LogFormat, LogLevel
+from service.config.logs import configure_logging, make_formatter
+from service.config.settings import LogFormat, LogLevel
 
 
 def record(

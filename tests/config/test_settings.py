@@ -10,9 +10,9 @@ import pytest
 from pydantic import ValidationError
 
 from models import CudaGraphSettings
-from service.arguments import SettingsError, parse_settings
+from service.config.arguments import SettingsError, parse_settings
+from service.config.settings import Settings
 from service.images import MAX_PIXELS_SUPPORTED
-from service.settings import Settings
 from tests.conftest import only
 
 DEFAULTS: dict[str, Any] = {

@@ -10,7 +10,7 @@ import sys
 
 from pythonjsonlogger.json import JsonFormatter
 
-from service.settings import LogFormat, LogLevel
+from service.config.settings import LogFormat, LogLevel
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _MEMBERS = ("timestamp", "levelname", "name", "message")

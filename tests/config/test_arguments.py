@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from service.arguments import ENV_PREFIX, SettingsError, parse_settings
-from service.settings import Settings
+from service.config.arguments import ENV_PREFIX, SettingsError, parse_settings
+from service.config.settings import Settings
 
 # For each setting a value other than its default.
 OTHERS = {

@@ -8,7 +8,7 @@ from resource import RLIM_INFINITY, RLIMIT_NOFILE
 
 import pytest
 
-from service.files import allow_many_files, max_connections
+from service.config.files import allow_many_files, max_connections
 
 
 class FakeLimits:

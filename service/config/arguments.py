@@ -14,8 +14,8 @@ from typing import NoReturn, get_args
 
 from pydantic import ValidationError
 
+from service.config.settings import NEVER_EMPTY, SECRETS, Settings, flag_of
 from service.errors import printable
-from service.settings import NEVER_EMPTY, SECRETS, Settings, flag_of
 
 ENV_PREFIX = "VISION_SIDECAR_"
 _MAX_VALUE_CHARS = 64
