@@ -18,8 +18,8 @@ from functools import partial
 from typing import Any
 
 from models import DeviceError, ModelError
+from service.answers.dtypes import dtype_name
 from service.batcher import Batcher
-from service.dtypes import dtype_name
 from service.errors import Unavailable
 from service.loaded import HasReplicas, LoadedEncoder, ServingReplica
 from service.metrics import Metrics

@@ -11,7 +11,7 @@ from typing import Literal, TypeVar, cast, get_args
 from urllib.parse import parse_qsl
 
 from models import OutputSpec
-from service.dtypes import TORCH_DTYPES, DtypeName
+from service.answers.dtypes import TORCH_DTYPES, DtypeName
 from service.errors import BadRequest, HeadersTooLarge, NotAcceptable, printable
 
 Pooling = Literal["mean", "none"]

@@ -20,13 +20,13 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from service.admission import ByteBudget, Permit
+from service.answers import Answer, ImageFacts, ModelIdentity, encode
 from service.batcher import Batcher
 from service.body import announced_bytes, read_embed_body, read_openai_body, takes_options
 from service.config.settings import Settings
 from service.content_type import ContentType, parse_content_type
 from service.decoding_memory import DecodingMemory
 from service.embed_body import BodyLimits, EmbedBody, ImageUrl, ReadBody
-from service.encoding import Answer, ImageFacts, ModelIdentity, encode
 from service.errors import BodyTimeout, DeadlineExceeded, UnsupportedMedia
 from service.fetch import Fetcher
 from service.http.caller import watch

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from models import AspectRatioError, EncodeItem
+from service.answers import ImageFacts
 from service.batcher import Batcher
 from service.decoding_memory import DecodingMemory
-from service.encoding import ImageFacts
 from service.errors import ApiError, BadRequest, TooLarge, image_param
 from service.images import ImageHeader, ImageLimits, read_header
 from service.loaded import LoadedEncoder

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 
 from models import CudaGraphSettings, ModelError, Replica, ReplicaGroup, VisionEncoder, replica_devices
+from service.answers.dtypes import TORCH_DTYPES
 from service.config.settings import Settings
-from service.dtypes import TORCH_DTYPES
 
 
 def load_replicas(settings: Settings) -> ReplicaGroup:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from models import EncodeItem, ModelError, Replica, ReplicaGroup
 from models.replica import MAX_LAUNCHED, Queue
-from service.dtypes import dtype_name
+from service.answers.dtypes import dtype_name
 from service.engine import Engine, State
 from service.errors import ApiError, BadRequest, InternalError, Unavailable
 from service.metrics import Metrics

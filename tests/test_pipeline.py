@@ -22,10 +22,10 @@ from starlette.types import Message
 
 from models import EncodeItem, Patches, Preprocessor, Replica, VisionEncoder
 from service.admission import ByteBudget
+from service.answers import Answer
 from service.batcher import Batcher
 from service.config.settings import Settings
 from service.decoding_memory import DecodingMemory
-from service.encoding import Answer
 from service.errors import ApiError
 from service.fetch import make_fetcher
 from service.http.context import RequestContext

@@ -33,6 +33,7 @@ from models import (
     random_checkpoint,
     replica_devices,
 )
+from service.answers.dtypes import TORCH_DTYPES
 from service.bench.profiling import Kernel, format_kernels, profile_kernels
 from service.bench.sides import SIDES, Side, make_side
 from service.bench.timing import (
@@ -43,7 +44,6 @@ from service.bench.timing import (
     time_whole,
 )
 from service.bench.workloads import WORKLOADS, Workload, make_workload
-from service.dtypes import TORCH_DTYPES
 from service.replicas import use_cores_for_requests
 
 MAX_SUBMITTED = 4  # batches that replicas have at once, where batches follow each other

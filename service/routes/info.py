@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
+from service.answers.dtypes import dtype_name
 from service.config.settings import Settings
-from service.dtypes import dtype_name
 from service.engine import Engine
 from service.errors import NotFound, printable
 from service.openapi import error_responses

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import torch
 
-from service.encoding.answer import Answer, Embedded, ImageFacts, ModelIdentity, Piece, gather
-from service.encoding.arrays import check_finite
-from service.encoding.as_json import json_pieces
-from service.encoding.as_npy import npy_pieces
-from service.encoding.as_openai import openai_pieces
-from service.encoding.as_safetensors import safetensors_pieces
-from service.encoding.as_vllm import vllm_pieces
+from service.answers.answer import Answer, Embedded, ImageFacts, ModelIdentity, Piece, gather
+from service.answers.arrays import check_finite
+from service.answers.as_json import json_pieces
+from service.answers.as_npy import npy_pieces
+from service.answers.as_openai import openai_pieces
+from service.answers.as_safetensors import safetensors_pieces
+from service.answers.as_vllm import vllm_pieces
 from service.options import AnswerFormat, EmbedOptions
 
 __all__ = ["Answer", "ImageFacts", "ModelIdentity", "encode"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from service.dtypes import DtypeName, dtype_name
+from service.answers.dtypes import DtypeName, dtype_name
 from service.options import EmbedOptions
 
 Piece = bytes | memoryview  # a memoryview is of single bytes, so that its length is their number

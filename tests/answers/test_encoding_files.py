@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from service.encoding import Answer, ImageFacts, ModelIdentity, encode
-from service.encoding.answer import Piece, gather
-from service.encoding.arrays import Base64Writer
+from service.answers import Answer, ImageFacts, ModelIdentity, encode
+from service.answers.answer import Piece, gather
+from service.answers.arrays import Base64Writer
 from service.errors import NonFiniteOutput
 from service.options import EmbedOptions, openai_options, resolve_options
 from service.schemas import OpenAIResponse, VllmResponse

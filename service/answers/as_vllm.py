@@ -13,10 +13,10 @@ from typing import IO, cast
 import orjson
 import torch
 
-from service.dtypes import DtypeName
-from service.encoding.answer import Embedded, ImageFacts, Piece
-from service.encoding.arrays import Base64Writer, little_endian
-from service.encoding.as_npy import npy_file
+from service.answers.answer import Embedded, ImageFacts, Piece
+from service.answers.arrays import Base64Writer, little_endian
+from service.answers.as_npy import npy_file
+from service.answers.dtypes import DtypeName
 
 
 def vllm_pieces(embedded: Embedded) -> Iterator[Piece]:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from service.encoding.answer import Embedded, Piece
-from service.encoding.arrays import bytes_of, little_endian
+from service.answers.answer import Embedded, Piece
+from service.answers.arrays import bytes_of, little_endian
 
 
 def npy_pieces(embedded: Embedded) -> Iterator[Piece]:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import orjson
 import torch
 
-from service.encoding.answer import Piece
+from service.answers.answer import Piece
 from service.errors import NonFiniteOutput, image_param
 
 _SLICE_BYTES = 3 << 18  # bytes given to base64 at once; a multiple of 3, so that slices join without padding

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from service.encoding import ImageFacts, ModelIdentity, encode
+from service.answers import ImageFacts, ModelIdentity, encode
 from service.errors import NonFiniteOutput
 from service.options import EmbedOptions, resolve_options
 from service.schemas import EmbedResponse

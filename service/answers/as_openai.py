@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import orjson
 
-from service.encoding.answer import Embedded, Piece
-from service.encoding.as_json import embedding_head
+from service.answers.answer import Embedded, Piece
+from service.answers.as_json import embedding_head
 
 
 def openai_pieces(embedded: Embedded) -> Iterator[Piece]:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import orjson
 import torch
 
-from service.encoding.answer import Embedded, ImageFacts, Piece
-from service.encoding.arrays import base64_text, json_numbers
+from service.answers.answer import Embedded, ImageFacts, Piece
+from service.answers.arrays import base64_text, json_numbers
 from service.options import EncodingFormat
 
 

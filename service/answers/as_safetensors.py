@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 import orjson
 
-from service.encoding.answer import Embedded, Piece
-from service.encoding.arrays import bytes_of, little_endian
+from service.answers.answer import Embedded, Piece
+from service.answers.arrays import bytes_of, little_endian
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ALIGNMENT = 8  # of the numbers in the file: the integers stand first, so that all are aligned
