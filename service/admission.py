@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from service.errors import TooManyRequests
-from service.tally import OwnTally, Tally
+from service.queue.tally import OwnTally, Tally
 
 
 class ByteBudget:

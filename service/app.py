@@ -32,11 +32,11 @@ from service.images import ImageLimits
 from service.loaded import HasReplicas
 from service.metrics import Collects, Metrics
 from service.pipeline import Pipeline
-from service.queued import QueueLimits
+from service.queue.queue_records import QueueLimits
+from service.queue.tally import OwnTally, Tally
 from service.replicas import load_replicas
 from service.routes import docs, embed, embeddings, info, metrics, probes
 from service.routes.route import RawRoute
-from service.tally import OwnTally, Tally
 
 logger = logging.getLogger(__name__)
 

@@ -19,12 +19,12 @@ from typing import Any
 
 from models import DeviceError, ModelError
 from service.answers.dtypes import dtype_name
-from service.batcher import Batcher
 from service.errors import Unavailable
 from service.loaded import HasReplicas, LoadedEncoder, ServingReplica
 from service.metrics import Metrics
-from service.queued import QueueLimits
-from service.tally import Tally
+from service.queue.batcher import Batcher
+from service.queue.queue_records import QueueLimits
+from service.queue.tally import Tally
 
 logger = logging.getLogger(__name__)
 

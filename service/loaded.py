@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from models import Preprocessor
-from service.batcher import DeviceQueue
+from service.queue.batcher import DeviceQueue
 
 
 class HasGraphs(Protocol):

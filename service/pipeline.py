@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect
 
 from service.admission import ByteBudget, Permit
 from service.answers import Answer, ImageFacts, ModelIdentity, encode
-from service.batcher import Batcher
 from service.body import announced_bytes, read_embed_body, read_openai_body, takes_options
 from service.config.settings import Settings
 from service.content_type import ContentType, parse_content_type
@@ -36,7 +35,8 @@ from service.loaded import LoadedEncoder
 from service.openai_body import ServedModel
 from service.options import EmbedOptions, check_options, openai_options, read_query, resolve_options
 from service.preparation import Preparation, Preparer
-from service.ticket import Abandoned, Ticket
+from service.queue.batcher import Batcher
+from service.queue.ticket import Abandoned, Ticket
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 
 from models import AspectRatioError, EncodeItem
 from service.answers import ImageFacts
-from service.batcher import Batcher
 from service.decoding_memory import DecodingMemory
 from service.errors import ApiError, BadRequest, TooLarge, image_param
 from service.images import ImageHeader, ImageLimits, read_header
 from service.loaded import LoadedEncoder
 from service.options import EmbedOptions
-from service.released import released
-from service.ticket import Ticket
+from service.queue.batcher import Batcher
+from service.queue.ticket import Ticket
+from service.queue.tracebacks import released
 
 _QUICK_BYTES = 2**16
 _QUICK_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG")

@@ -29,9 +29,9 @@ from service.api_servers.link import Link
 from service.api_servers.memory import SharedMemory
 from service.api_servers.messages import EncoderFacts
 from service.api_servers.remote import RemoteReplica
-from service.batcher import Batcher
-from service.queued import QueueLimits
-from service.ticket import Ticket
+from service.queue.batcher import Batcher
+from service.queue.queue_records import QueueLimits
+from service.queue.ticket import Ticket
 from tests.conftest import FakeEncoder, FakeRunning
 from tests.queueing import Callers, eventually, value_of
 

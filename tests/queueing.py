@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from models import EncodeItem, OutputSpec, Patches
-from service.batcher import Batcher
-from service.ticket import Ticket
+from service.queue.batcher import Batcher
+from service.queue.ticket import Ticket
 
 POOLED = OutputSpec(pooled=True, deepstack=False)
 

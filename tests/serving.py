@@ -20,8 +20,8 @@ from service.app import create_app
 from service.config.settings import Settings
 from service.engine import Engine, State
 from service.metrics import render
+from service.queue.ticket import Ticket
 from service.server import Server
-from service.ticket import Ticket
 from tests.conftest import HIDDEN_SIZE, FakeEncoder, fake_replicas
 from tests.traffic import Answer, Scrape, call, png, post
 

@@ -12,10 +12,10 @@ import pytest
 from service.admission import ByteBudget
 from service.api_servers.memory import SharedMemory
 from service.api_servers.tallies import SharedIdleness, SharedTally, shared_tallies, tallies_memory
-from service.batcher import Batcher
 from service.errors import TooManyRequests
-from service.queued import QueueLimits
-from service.tally import OwnTally
+from service.queue.batcher import Batcher
+from service.queue.queue_records import QueueLimits
+from service.queue.tally import OwnTally
 from tests.queueing import Callers
 
 ROOT = Path(__file__).parent.parent

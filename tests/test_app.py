@@ -34,9 +34,9 @@ from service.metrics import MISS_REASONS
 from service.openapi import PIXEL, STATUS_TEXTS
 from service.options import MEDIA_TYPES, OPTION_NAMES
 from service.preparation import Preparation
+from service.queue.ticket import Ticket
 from service.routes import docs
 from service.schemas import EmbedResponse, ErrorResponse, Info, ModelCard, ModelList, OpenAIResponse
-from service.ticket import Ticket
 from tests.conftest import (
     FINGERPRINT,
     HIDDEN_SIZE,

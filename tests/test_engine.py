@@ -17,8 +17,8 @@ from service.answers.dtypes import dtype_name
 from service.engine import Engine, State
 from service.errors import ApiError, BadRequest, InternalError, Unavailable
 from service.metrics import Metrics
-from service.queued import QueueLimits
-from service.ticket import Ticket
+from service.queue.queue_records import QueueLimits
+from service.queue.ticket import Ticket
 from tests.conftest import FakeEncoder, FakeGraphs, fake_replicas
 from tests.queueing import Callers, eventually, item
 

@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from models import DeviceError, EncodeItem, OutputSpec, Preprocessor
-from service.batcher import Batcher
 from service.config.settings import Settings
 from service.engine import State
-from service.queued import QueueLimits
-from service.ticket import Ticket
+from service.queue.batcher import Batcher
+from service.queue.queue_records import QueueLimits
+from service.queue.ticket import Ticket
 from tests.conftest import CONFIG, FakeEncoder, FakeRunning
 from tests.serving import HeldUpload, Served, call_all, embeddings_of, eventually, request_of
 from tests.traffic import Answer, call, leave

@@ -23,7 +23,6 @@ from starlette.types import Message
 from models import EncodeItem, Patches, Preprocessor, Replica, VisionEncoder
 from service.admission import ByteBudget
 from service.answers import Answer
-from service.batcher import Batcher
 from service.config.settings import Settings
 from service.decoding_memory import DecodingMemory
 from service.errors import ApiError
@@ -32,7 +31,8 @@ from service.http.context import RequestContext
 from service.images import ImageLimits
 from service.pipeline import Pipeline
 from service.preparation import Preparation
-from service.queued import QueueLimits
+from service.queue.batcher import Batcher
+from service.queue.queue_records import QueueLimits
 from tests.conftest import CONFIG, FakeEncoder, FakeRunning, encode_image, known_embedding, only
 
 LEFT: Message = {"type": "http.disconnect"}

@@ -13,14 +13,14 @@ import numpy.typing as npt
 import pytest
 
 from models import EncodeItem, Patches, Preprocessor, VisionEncoder
-from service.batcher import Batcher
 from service.decoding_memory import DecodingMemory
 from service.errors import ApiError
 from service.images import ImageLimits
 from service.options import resolve_options
 from service.preparation import Preparation, Preparer
-from service.queued import QueueLimits
-from service.ticket import Ticket
+from service.queue.batcher import Batcher
+from service.queue.queue_records import QueueLimits
+from service.queue.ticket import Ticket
 from tests.conftest import CONFIG, FakeEncoder, encode_image
 from tests.queueing import Callers, eventually
 

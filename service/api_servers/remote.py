@@ -27,7 +27,7 @@ from service.api_servers.messages import (
     Result,
     Wanting,
 )
-from service.batcher import DeviceQueue
+from service.queue.batcher import DeviceQueue
 
 
 class RemoteReplica:

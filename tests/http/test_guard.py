@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from service.config.settings import Settings
 from service.errors import TooManyRequests
 from service.http.guard import GuardMiddleware
-from service.ticket import Ticket
+from service.queue.ticket import Ticket
 from tests.conftest import Service, only
 from tests.test_app import error_of
 

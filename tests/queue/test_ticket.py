@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from service.ticket import Ticket, settle
+from service.queue.ticket import Ticket, settle
 from tests.queueing import Callers
 
 

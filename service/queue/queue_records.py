@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from models import BatchResult, EncodeItem
-from service.ticket import Ticket
+from service.queue.ticket import Ticket
 
 _RATE_MEMORY = 0.9  # weight of the past in a device's average rate, for each batch
 

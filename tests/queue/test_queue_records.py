@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import pytest
 
 from models import BatchResult
-from service.queued import Device, Entry
+from service.queue.queue_records import Device, Entry
 from tests.queueing import Callers, item
 
 

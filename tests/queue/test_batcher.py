@@ -21,7 +21,6 @@ from hypothesis.stateful import (
 )
 
 from models import BatchResult, BatchStats, DeviceError, EncodeItem
-from service.batcher import Batcher
 from service.errors import (
     ApiError,
     DeadlineExceeded,
@@ -30,8 +29,9 @@ from service.errors import (
     TooManyRequests,
     Unavailable,
 )
-from service.queued import QueueLimits
-from service.ticket import Abandoned, Ticket
+from service.queue.batcher import Batcher
+from service.queue.queue_records import QueueLimits
+from service.queue.ticket import Abandoned, Ticket
 from tests.queueing import Callers, eventually, item, value_of
 
 LOST = torch.AcceleratorError("illegal memory access")

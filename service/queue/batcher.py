@@ -25,9 +25,9 @@ from service.errors import (
     Unavailable,
     image_param,
 )
-from service.queued import Device, Entry, QueueLimits
-from service.tally import OwnTally, Tally
-from service.ticket import Abandoned, Ticket, settle
+from service.queue.queue_records import Device, Entry, QueueLimits
+from service.queue.tally import OwnTally, Tally
+from service.queue.ticket import Abandoned, Ticket, settle
 
 logger = logging.getLogger(__name__)
 
