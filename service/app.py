@@ -23,18 +23,18 @@ from service.admission import ByteBudget
 from service.config.settings import Settings
 from service.config.version import find_version
 from service.decoding_memory import DecodingMemory
-from service.engine import Engine
+from service.engine.engine import Engine
+from service.engine.interfaces import HasReplicas
+from service.engine.replicas import load_replicas
 from service.fetch import Fetcher, make_fetcher
 from service.http.guard import GuardMiddleware
 from service.http.keys import KeyMiddleware
 from service.http.middleware import RequestMiddleware, raise_api_error
 from service.images import ImageLimits
-from service.loaded import HasReplicas
 from service.metrics import Collects, Metrics
 from service.pipeline import Pipeline
 from service.queue.queue_records import QueueLimits
 from service.queue.tally import OwnTally, Tally
-from service.replicas import load_replicas
 from service.routes import docs, embed, embeddings, info, metrics, probes
 from service.routes.route import RawRoute
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from models import AspectRatioError, EncodeItem
 from service.answers import ImageFacts
 from service.decoding_memory import DecodingMemory
+from service.engine.interfaces import LoadedEncoder
 from service.errors import ApiError, BadRequest, TooLarge, image_param
 from service.images import ImageHeader, ImageLimits, read_header
-from service.loaded import LoadedEncoder
 from service.options import EmbedOptions
 from service.queue.batcher import Batcher
 from service.queue.ticket import Ticket

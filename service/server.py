@@ -22,7 +22,7 @@ from PIL import Image
 
 from service.app import create_app
 from service.config.settings import Settings
-from service.engine import Engine, State
+from service.engine.engine import Engine, State
 from service.errors import ApiError
 from service.http.http_protocol import Protocol
 from service.metrics import Metrics

@@ -33,7 +33,7 @@ from models import (
 )
 from service.app import create_app
 from service.config.settings import Settings
-from service.engine import Engine, State
+from service.engine.engine import Engine, State
 from tests.queueing import Callers
 
 CONFIG = PreprocessConfig(

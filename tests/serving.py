@@ -18,7 +18,7 @@ from models import ReplicaGroup
 from service.__main__ import listen
 from service.app import create_app
 from service.config.settings import Settings
-from service.engine import Engine, State
+from service.engine.engine import Engine, State
 from service.metrics import render
 from service.queue.ticket import Ticket
 from service.server import Server

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from service.config.settings import Settings
-from service.replicas import load_replicas
+from service.engine.replicas import load_replicas
 from tests.conftest import Service, encode_image
 from tests.serving import eventually
 from tests.test_cli import Process, SlowUpload, wait_for_metric, wait_until_unready

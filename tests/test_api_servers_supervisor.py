@@ -23,9 +23,9 @@ from service.api_servers.supervisor import Supervisor, count_servers
 from service.config.settings import Settings
 from tests.api_servers import CopyingEncoder, ThreadAsProcess
 from tests.conftest import FakeEncoder, fake_replicas, only
+from tests.engine.test_faults_process import FAULT, Load, known_images
 from tests.serving import HeldUpload, embeddings_of, eventually
 from tests.supervising import Supervised
-from tests.test_faults_process import FAULT, Load, known_images
 from tests.traffic import Answer, NoAnswer
 
 # The lines to API servers that are gone are left to the end of the process, as there is none after it.

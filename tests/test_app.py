@@ -27,7 +27,7 @@ from models import EncodeItem, ModelError, OutputSpec, VisionEncoder
 from models.replica import MAX_LAUNCHED
 from service.app import COUNTED_ROUTES, create_app
 from service.config.settings import Settings
-from service.engine import State
+from service.engine.engine import State
 from service.errors import ERROR_CODES
 from service.images import ImageLimits, read_header
 from service.metrics import MISS_REASONS

@@ -17,7 +17,7 @@ from service.addresses import Address
 from service.app import create_app
 from service.config.settings import Settings
 from service.embed_body import ImageUrl
-from service.engine import State
+from service.engine.engine import State
 from service.errors import ApiError, TooManyRequests
 from service.fetch import make_fetcher
 from tests.conftest import FakeEncoder, Service, encode_image, fake_replicas

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from service.app import create_app
 from service.config.settings import Settings
 from service.embed_body import ImageUrl
-from service.engine import State
+from service.engine.engine import State
 from service.errors import ApiError, BadRequest, UpstreamFailed
 from service.fetch import make_fetcher
 from service.image_urls import MAX_URL_BYTES, check_url, join_url, parse_url

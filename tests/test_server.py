@@ -19,7 +19,7 @@ from models import DeviceError, EncodeItem
 from service.__main__ import address, listen
 from service.app import create_app
 from service.config.settings import Settings
-from service.engine import Engine, State
+from service.engine.engine import Engine, State
 from service.server import Server
 from tests.conftest import FakeEncoder, encode_image, fake_replicas, only
 from tests.queueing import eventually

@@ -23,7 +23,7 @@ from service.app import create_app
 from service.config.arguments import SettingsError, parse_settings
 from service.config.logs import configure_logging
 from service.config.settings import Settings
-from service.engine import Engine, State
+from service.engine.engine import Engine, State
 
 TARGETS_PATH = "/metrics/targets"
 # More than the queue can hold of the smallest images: the app itself refuses what is too much, with 429.

@@ -33,8 +33,8 @@ from service.api_servers.messages import (
 )
 from service.api_servers.tallies import SharedIdleness
 from service.config.settings import Settings
-from service.engine import ended_early, keep_what_is_loaded, stuck
-from service.replicas import load_replica
+from service.engine.engine import ended_early, keep_what_is_loaded, stuck
+from service.engine.replicas import load_replica
 
 
 class Device:

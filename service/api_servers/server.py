@@ -43,7 +43,7 @@ from service.api_servers.tallies import shared_tallies
 from service.app import Together, create_app
 from service.config.files import max_connections
 from service.config.settings import Settings
-from service.engine import Engine, keep_what_is_loaded
+from service.engine.engine import Engine, keep_what_is_loaded
 from service.server import Server, finish, trust_own_limits
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ _TAKEN_AT_ONCE = 64
 _FULL_PAUSE_S = 0.05  # for a server with as many connections as it may have
 _HAND_OVER_S = 2.0  # for connections that are on their way to a server that leaves
 # What they say is the same in all API servers. The first one says it.
-_SPOKEN_BY_FIRST = ("service.app", "service.engine")
+_SPOKEN_BY_FIRST = ("service.app", "service.engine.engine")
 
 
 class ApiServer(Server):

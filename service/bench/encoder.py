@@ -44,7 +44,7 @@ from service.bench.timing import (
     time_whole,
 )
 from service.bench.workloads import WORKLOADS, Workload, make_workload
-from service.replicas import use_cores_for_requests
+from service.engine.replicas import use_cores_for_requests
 
 MAX_SUBMITTED = 4  # batches that replicas have at once, where batches follow each other
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from service.engine import Engine
+from service.engine.engine import Engine
 from service.openapi import EMBED_ANSWER, EMBED_OPENAPI, error_responses
 from service.pipeline import Pipeline
 from service.routes.answer import AnswerResponse

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from fastapi import APIRouter, Request, Response
 
-from service.engine import Engine
+from service.engine.engine import Engine
 from service.errors import ApiError, BadRequest, InvalidShape
 from service.openapi import EMBEDDINGS_OPENAPI, error_responses
 from service.pipeline import Pipeline

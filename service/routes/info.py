@@ -6,7 +6,7 @@ from fastapi import APIRouter, Request, Response
 
 from service.answers.dtypes import dtype_name
 from service.config.settings import Settings
-from service.engine import Engine
+from service.engine.engine import Engine
 from service.errors import NotFound, printable
 from service.openapi import error_responses
 from service.schemas import CudaGraphs, Info, Limits, ModelCard, ModelList, Preprocessing

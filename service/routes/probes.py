@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from service.engine import Engine
+from service.engine.engine import Engine
 from service.openapi import error_responses
 from service.schemas import Status
 

@@ -5,7 +5,7 @@ import torch
 
 from models import CudaGraphSettings, ModelError
 from service.config.settings import Settings
-from service.replicas import graph_settings, load_replicas
+from service.engine.replicas import graph_settings, load_replicas
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -20,7 +20,7 @@ import torch
 
 from models import DeviceError, EncodeItem, OutputSpec, Preprocessor
 from service.config.settings import Settings
-from service.engine import State
+from service.engine.engine import State
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Ticket

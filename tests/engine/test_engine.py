@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from models import EncodeItem, ModelError, Replica, ReplicaGroup
 from models.replica import MAX_LAUNCHED, Queue
 from service.answers.dtypes import dtype_name
-from service.engine import Engine, State
+from service.engine.engine import Engine, State
 from service.errors import ApiError, BadRequest, InternalError, Unavailable
 from service.metrics import Metrics
 from service.queue.queue_records import QueueLimits

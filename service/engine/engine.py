@@ -19,8 +19,8 @@ from typing import Any
 
 from models import DeviceError, ModelError
 from service.answers.dtypes import dtype_name
+from service.engine.interfaces import HasReplicas, LoadedEncoder, ServingReplica
 from service.errors import Unavailable
-from service.loaded import HasReplicas, LoadedEncoder, ServingReplica
 from service.metrics import Metrics
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
