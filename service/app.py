@@ -22,7 +22,6 @@ from starlette.exceptions import HTTPException
 from service.admission import ByteBudget
 from service.config.settings import Settings
 from service.config.version import find_version
-from service.decoding_memory import DecodingMemory
 from service.engine.engine import Engine
 from service.engine.interfaces import HasReplicas
 from service.engine.replicas import load_replicas
@@ -30,7 +29,8 @@ from service.fetch import Fetcher, make_fetcher
 from service.http.guard import GuardMiddleware
 from service.http.keys import KeyMiddleware
 from service.http.middleware import RequestMiddleware, raise_api_error
-from service.images import ImageLimits
+from service.images.decoding_memory import DecodingMemory
+from service.images.image_file import ImageLimits
 from service.metrics import Collects, Metrics
 from service.pipeline import Pipeline
 from service.queue.queue_records import QueueLimits

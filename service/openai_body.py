@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from service.embed_body import BodyLimits, EmbedBody, ImageUrl
 from service.errors import ApiError, BadRequest, InvalidShape, NotFound, image_param, printable
-from service.formats import sniff
+from service.images.formats import sniff
 from service.json_body import Number, load_object, read_images, read_item
 
 _URL = re.compile(r"\s*(?:data|https?):", re.IGNORECASE)

@@ -24,17 +24,17 @@ from service.answers import Answer, ImageFacts, ModelIdentity, encode
 from service.body import announced_bytes, read_embed_body, read_openai_body, takes_options
 from service.config.settings import Settings
 from service.content_type import ContentType, parse_content_type
-from service.decoding_memory import DecodingMemory
 from service.embed_body import BodyLimits, EmbedBody, ImageUrl, ReadBody
 from service.engine.interfaces import LoadedEncoder
 from service.errors import BodyTimeout, DeadlineExceeded, UnsupportedMedia
 from service.fetch import Fetcher
 from service.http.caller import watch
 from service.http.context import RequestContext, context_of
-from service.images import ImageLimits
+from service.images.decoding_memory import DecodingMemory
+from service.images.image_file import ImageLimits
+from service.images.preparation import Preparation, Preparer
 from service.openai_body import ServedModel
 from service.options import EmbedOptions, check_options, openai_options, read_query, resolve_options
-from service.preparation import Preparation, Preparer
 from service.queue.batcher import Batcher
 from service.queue.ticket import Abandoned, Ticket
 

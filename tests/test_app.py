@@ -29,11 +29,11 @@ from service.app import COUNTED_ROUTES, create_app
 from service.config.settings import Settings
 from service.engine.engine import State
 from service.errors import ERROR_CODES
-from service.images import ImageLimits, read_header
+from service.images.image_file import ImageLimits, read_header
+from service.images.preparation import Preparation
 from service.metrics import MISS_REASONS
 from service.openapi import PIXEL, STATUS_TEXTS
 from service.options import MEDIA_TYPES, OPTION_NAMES
-from service.preparation import Preparation
 from service.queue.ticket import Ticket
 from service.routes import docs
 from service.schemas import EmbedResponse, ErrorResponse, Info, ModelCard, ModelList, OpenAIResponse

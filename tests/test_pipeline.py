@@ -24,13 +24,13 @@ from models import EncodeItem, Patches, Preprocessor, Replica, VisionEncoder
 from service.admission import ByteBudget
 from service.answers import Answer
 from service.config.settings import Settings
-from service.decoding_memory import DecodingMemory
 from service.errors import ApiError
 from service.fetch import make_fetcher
 from service.http.context import RequestContext
-from service.images import ImageLimits
+from service.images.decoding_memory import DecodingMemory
+from service.images.image_file import ImageLimits
+from service.images.preparation import Preparation
 from service.pipeline import Pipeline
-from service.preparation import Preparation
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from tests.conftest import CONFIG, FakeEncoder, FakeRunning, encode_image, known_embedding, only

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from models import CudaGraphSettings
 from service.config.arguments import SettingsError, parse_settings
 from service.config.settings import Settings
-from service.images import MAX_PIXELS_SUPPORTED
+from service.images.image_file import MAX_PIXELS_SUPPORTED
 from tests.conftest import only
 
 DEFAULTS: dict[str, Any] = {

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 from models import AspectRatioError, EncodeItem
 from service.answers import ImageFacts
-from service.decoding_memory import DecodingMemory
 from service.engine.interfaces import LoadedEncoder
 from service.errors import ApiError, BadRequest, TooLarge, image_param
-from service.images import ImageHeader, ImageLimits, read_header
+from service.images.decoding_memory import DecodingMemory
+from service.images.image_file import ImageHeader, ImageLimits, read_header
 from service.options import EmbedOptions
 from service.queue.batcher import Batcher
 from service.queue.ticket import Ticket

@@ -13,11 +13,11 @@ import numpy.typing as npt
 import pytest
 
 from models import EncodeItem, Patches, Preprocessor, VisionEncoder
-from service.decoding_memory import DecodingMemory
 from service.errors import ApiError
-from service.images import ImageLimits
+from service.images.decoding_memory import DecodingMemory
+from service.images.image_file import ImageLimits
+from service.images.preparation import Preparation, Preparer
 from service.options import resolve_options
-from service.preparation import Preparation, Preparer
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Ticket

@@ -20,12 +20,12 @@ import simplejpeg
 from PIL.AvifImagePlugin import AvifImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
-from service.avif import decoded_pixels
-from service.formats import Format, unsupported
-from service.jpeg import essential_jpeg, is_plausible, read_jpeg
-from service.tiff import exif_orientation, read_tiff
-from service.tiff_jpeg import are_pieces_plausible
-from service.webp import tables_bytes, webp_chunks
+from service.images.avif import decoded_pixels
+from service.images.formats import Format, unsupported
+from service.images.jpeg import essential_jpeg, is_plausible, read_jpeg
+from service.images.tiff import exif_orientation, read_tiff
+from service.images.tiff_jpeg import are_pieces_plausible
+from service.images.webp import tables_bytes, webp_chunks
 
 _MAX_CHUNKS = 65_536  # real files have hundreds, rarely thousands
 # Chunks of a PNG that Pillow reads, each in Python: at most so many, and one for so many bytes of the file.

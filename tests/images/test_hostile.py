@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from service.containers import READERS
 from service.errors import ApiError, BadRequest
-from service.images import ImageLimits, read_header
+from service.images.containers import READERS
+from service.images.image_file import ImageLimits, read_header
 from tests.conftest import Service
 from tests.image_files import chunk, save, small_tiff, tiff
 from tests.measuring import measure

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from service.errors import UnsupportedMedia
-from service.images import ImageLimits, read_header
+from service.images.image_file import ImageLimits, read_header
 from tests.image_files import save, tiff
 from tests.webp_files import many_tables
 
@@ -142,7 +142,7 @@ ENVIRONMENT = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
 PROGRAM = """
 import sys
 from pathlib import Path
-from service.images import ImageLimits, read_header
+from service.images.image_file import ImageLimits, read_header
 from tests.measuring import measure, slowness
 
 slowness()

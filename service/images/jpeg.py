@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from service.tiff import exif_orientation
+from service.images.tiff import exif_orientation
 
 _MAX_SEGMENTS = 65_536  # real files have hundreds, rarely thousands
 _MAX_SCANS = 1024  # real files have about 10, and each costs a pass over all pixels

@@ -5,8 +5,8 @@ Knows nothing of limits or pixels.
 
 from __future__ import annotations
 
-from service.jpeg import is_plausible, read_jpeg
-from service.tiff import TiffHeader
+from service.images.jpeg import is_plausible, read_jpeg
+from service.images.tiff import TiffHeader
 
 _MAX_SEGMENTS = 1 << 17  # of all pieces: the time that reading them takes
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from service.decoding_memory import DecodingMemory
+from service.images.decoding_memory import DecodingMemory
 from tests.queueing import eventually
 
 

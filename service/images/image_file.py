@@ -20,10 +20,10 @@ import numpy.typing as npt
 import simplejpeg
 from PIL import Image, UnidentifiedImageError
 
-from service.containers import MAX_BYTES_PER_PIXEL, READERS, Stored
 from service.errors import ApiError, BadRequest, TooLarge
-from service.formats import Format, sniff, unsupported
-from service.jpeg import essential_jpeg
+from service.images.containers import MAX_BYTES_PER_PIXEL, READERS, Stored
+from service.images.formats import Format, sniff, unsupported
+from service.images.jpeg import essential_jpeg
 
 MAX_PIXELS_SUPPORTED = 178_956_970
 """Pillow refuses larger images unless its global settings are changed."""

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from service.av1 import max_frame_pixels
+from service.images.av1 import max_frame_pixels
 
 _MAX_BOXES = 65_536  # in one box; also items, and extents of all of them
 _MAX_TRACKS = 16  # of colours, alpha, sound; all may share one large sample

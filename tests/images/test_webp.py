@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from service.images import ImageLimits, read_header
-from service.webp import tables_bytes, webp_chunks
+from service.images.image_file import ImageLimits, read_header
+from service.images.webp import tables_bytes, webp_chunks
 from tests.image_files import save
 from tests.webp_files import chunk, frame, riff, vp8x
 

@@ -14,8 +14,8 @@ import skimage
 from PIL import Image, ImageOps
 
 from service.errors import ApiError
-from service.formats import SERVED_FORMATS
-from service.images import ImageLimits, read_header
+from service.images.formats import SERVED_FORMATS
+from service.images.image_file import ImageLimits, read_header
 from tests.image_files import chunk, save, tiff
 
 LIMITS = ImageLimits(max_image_bytes=20 << 20, max_image_pixels=2**26)
