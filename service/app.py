@@ -25,7 +25,7 @@ from service.config.version import find_version
 from service.engine.engine import Engine
 from service.engine.interfaces import HasReplicas
 from service.engine.replicas import load_replicas
-from service.fetch import Fetcher, make_fetcher
+from service.fetching.fetcher import Fetcher, make_fetcher
 from service.http.guard import GuardMiddleware
 from service.http.keys import KeyMiddleware
 from service.http.middleware import RequestMiddleware, raise_api_error

@@ -27,7 +27,7 @@ from service.content_type import ContentType, parse_content_type
 from service.embed_body import BodyLimits, EmbedBody, ImageUrl, ReadBody
 from service.engine.interfaces import LoadedEncoder
 from service.errors import BodyTimeout, DeadlineExceeded, UnsupportedMedia
-from service.fetch import Fetcher
+from service.fetching.fetcher import Fetcher
 from service.http.caller import watch
 from service.http.context import RequestContext, context_of
 from service.images.decoding_memory import DecodingMemory

@@ -25,7 +25,7 @@ from service.admission import ByteBudget
 from service.answers import Answer
 from service.config.settings import Settings
 from service.errors import ApiError
-from service.fetch import make_fetcher
+from service.fetching.fetcher import make_fetcher
 from service.http.context import RequestContext
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageLimits

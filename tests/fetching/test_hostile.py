@@ -17,10 +17,10 @@ from service.config.settings import Settings
 from service.embed_body import ImageUrl
 from service.engine.engine import State
 from service.errors import ApiError, BadRequest, UpstreamFailed
-from service.fetch import make_fetcher
-from service.image_urls import MAX_URL_BYTES, check_url, join_url, parse_url
+from service.fetching.fetcher import make_fetcher
+from service.fetching.image_urls import MAX_URL_BYTES, check_url, join_url, parse_url
 from tests.conftest import FakeEncoder, Service, fake_replicas
-from tests.test_addresses import REFUSED
+from tests.fetching.test_addresses import REFUSED
 from tests.upstream import HOST, PUBLIC, Dialler, Resolver, Upstream, answer, redirect
 
 # Each with the host `images.test` allowed. Whatever is looked up is said to be 127.0.0.1.

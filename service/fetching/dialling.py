@@ -14,7 +14,7 @@ from typing import Protocol
 
 import httpcore
 
-from service.addresses import Address, Network, is_allowed
+from service.fetching.addresses import Address, Network, is_allowed
 
 
 class AddressRefused(Exception):

@@ -10,8 +10,8 @@ from collections.abc import Collection
 
 import httpx
 
-from service.addresses import canonical_host
 from service.errors import BadRequest, UpstreamFailed
+from service.fetching.addresses import canonical_host
 
 PORTS = {"http": 80, "https": 443}
 # In UTF-8. The library takes up to a microsecond for each.
