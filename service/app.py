@@ -19,7 +19,6 @@ from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
-from service.admission import ByteBudget
 from service.config.settings import Settings
 from service.config.version import find_version
 from service.engine.engine import Engine
@@ -31,6 +30,7 @@ from service.http.keys import KeyMiddleware
 from service.http.middleware import RequestMiddleware, raise_api_error
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageLimits
+from service.intake.byte_budget import ByteBudget
 from service.metrics import Collects, Metrics
 from service.pipeline import Pipeline
 from service.queue.queue_records import QueueLimits

@@ -19,12 +19,8 @@ import torch
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from service.admission import ByteBudget, Permit
 from service.answers import Answer, ImageFacts, ModelIdentity, encode
-from service.body import announced_bytes, read_embed_body, read_openai_body, takes_options
 from service.config.settings import Settings
-from service.content_type import ContentType, parse_content_type
-from service.embed_body import BodyLimits, EmbedBody, ImageUrl, ReadBody
 from service.engine.interfaces import LoadedEncoder
 from service.errors import BodyTimeout, DeadlineExceeded, UnsupportedMedia
 from service.fetching.fetcher import Fetcher
@@ -33,8 +29,12 @@ from service.http.context import RequestContext, context_of
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageLimits
 from service.images.preparation import Preparation, Preparer
-from service.openai_body import ServedModel
-from service.options import EmbedOptions, check_options, openai_options, read_query, resolve_options
+from service.intake.body import announced_bytes, read_embed_body, read_openai_body, takes_options
+from service.intake.byte_budget import ByteBudget, Permit
+from service.intake.content_type import ContentType, parse_content_type
+from service.intake.embed_body import BodyLimits, EmbedBody, ImageUrl, ReadBody
+from service.intake.openai_body import ServedModel
+from service.intake.options import EmbedOptions, check_options, openai_options, read_query, resolve_options
 from service.queue.batcher import Batcher
 from service.queue.ticket import Abandoned, Ticket
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TypeVar, TypeVarTuple
 
-from service.body import read_embed_body
-from service.content_type import parse_content_type
-from service.embed_body import BodyLimits, EmbedBody
+from service.intake.body import read_embed_body
+from service.intake.content_type import parse_content_type
+from service.intake.embed_body import BodyLimits, EmbedBody
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from service.admission import ByteBudget
 from service.api_servers.memory import SharedMemory
 from service.api_servers.tallies import SharedIdleness, SharedTally, shared_tallies, tallies_memory
 from service.errors import TooManyRequests
+from service.intake.byte_budget import ByteBudget
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.tally import OwnTally

@@ -31,9 +31,9 @@ from service.engine.engine import State
 from service.errors import ERROR_CODES
 from service.images.image_file import ImageLimits, read_header
 from service.images.preparation import Preparation
+from service.intake.options import MEDIA_TYPES, OPTION_NAMES
 from service.metrics import MISS_REASONS
 from service.openapi import PIXEL, STATUS_TEXTS
-from service.options import MEDIA_TYPES, OPTION_NAMES
 from service.queue.ticket import Ticket
 from service.routes import docs
 from service.schemas import EmbedResponse, ErrorResponse, Info, ModelCard, ModelList, OpenAIResponse

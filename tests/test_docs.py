@@ -13,8 +13,8 @@ from service import __main__ as main
 from service.bench import encoder, serve
 from service.config.settings import Settings
 from service.errors import ERROR_CODES
+from service.intake.options import OPTION_NAMES
 from service.metrics import Metrics
-from service.options import OPTION_NAMES
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

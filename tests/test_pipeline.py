@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from models import EncodeItem, Patches, Preprocessor, Replica, VisionEncoder
-from service.admission import ByteBudget
 from service.answers import Answer
 from service.config.settings import Settings
 from service.errors import ApiError
@@ -30,6 +29,7 @@ from service.http.context import RequestContext
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageLimits
 from service.images.preparation import Preparation
+from service.intake.byte_budget import ByteBudget
 from service.pipeline import Pipeline
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits

@@ -18,7 +18,7 @@ from service.answers.as_npy import npy_pieces
 from service.answers.as_openai import openai_pieces
 from service.answers.as_safetensors import safetensors_pieces
 from service.answers.as_vllm import vllm_pieces
-from service.options import AnswerFormat, EmbedOptions
+from service.intake.options import AnswerFormat, EmbedOptions
 
 __all__ = ["Answer", "ImageFacts", "ModelIdentity", "encode"]
 

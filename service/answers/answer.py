@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from service.answers.dtypes import DtypeName, dtype_name
-from service.options import EmbedOptions
+from service.intake.options import EmbedOptions
 
 Piece = bytes | memoryview  # a memoryview is of single bytes, so that its length is their number
 

@@ -9,7 +9,7 @@ import torch
 
 from service.answers.answer import Embedded, ImageFacts, Piece
 from service.answers.arrays import base64_text, json_numbers
-from service.options import EncodingFormat
+from service.intake.options import EncodingFormat
 
 
 def json_pieces(embedded: Embedded) -> Iterator[Piece]:

@@ -15,10 +15,10 @@ import httpcore
 import httpx
 
 from service.config.settings import Settings
-from service.embed_body import ImageUrl
 from service.errors import ApiError, BadRequest, TooLarge, UpstreamFailed, UpstreamTimeout, image_param
 from service.fetching.dialling import AddressRefused, CheckingBackend, Resolve, resolve
 from service.fetching.image_urls import PORTS, check_url, join_url, parse_url, url_refused
+from service.intake.embed_body import ImageUrl
 
 MAX_REDIRECTS = 3
 

@@ -22,7 +22,7 @@ from service.engine.interfaces import LoadedEncoder
 from service.errors import ApiError, BadRequest, TooLarge, image_param
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageHeader, ImageLimits, read_header
-from service.options import EmbedOptions
+from service.intake.options import EmbedOptions
 from service.queue.batcher import Batcher
 from service.queue.ticket import Ticket
 from service.queue.tracebacks import released

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from service.answers import ImageFacts, ModelIdentity, encode
 from service.errors import NonFiniteOutput
-from service.options import EmbedOptions, resolve_options
+from service.intake.options import EmbedOptions, resolve_options
 from service.schemas import EmbedResponse
 
 MODEL = ModelIdentity(name="org/model", revision=None, fingerprint="f" * 64)

@@ -19,7 +19,7 @@ from service.answers import Answer, ImageFacts, ModelIdentity, encode
 from service.answers.answer import Piece, gather
 from service.answers.arrays import Base64Writer
 from service.errors import NonFiniteOutput
-from service.options import EmbedOptions, openai_options, resolve_options
+from service.intake.options import EmbedOptions, openai_options, resolve_options
 from service.schemas import OpenAIResponse, VllmResponse
 from tests.decoding import (
     file_tensor,

@@ -15,11 +15,11 @@ from prometheus_client import CollectorRegistry
 
 from service.app import create_app
 from service.config.settings import Settings
-from service.embed_body import ImageUrl
 from service.engine.engine import State
 from service.errors import ApiError, TooManyRequests
 from service.fetching.addresses import Address
 from service.fetching.fetcher import make_fetcher
+from service.intake.embed_body import ImageUrl
 from tests.conftest import FakeEncoder, Service, encode_image, fake_replicas
 from tests.upstream import HOST, PUBLIC, Dialler, Resolver, Script, Upstream, answer, redirect
 

@@ -14,11 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from service.app import create_app
 from service.config.settings import Settings
-from service.embed_body import ImageUrl
 from service.engine.engine import State
 from service.errors import ApiError, BadRequest, UpstreamFailed
 from service.fetching.fetcher import make_fetcher
 from service.fetching.image_urls import MAX_URL_BYTES, check_url, join_url, parse_url
+from service.intake.embed_body import ImageUrl
 from tests.conftest import FakeEncoder, Service, fake_replicas
 from tests.fetching.test_addresses import REFUSED
 from tests.upstream import HOST, PUBLIC, Dialler, Resolver, Upstream, answer, redirect

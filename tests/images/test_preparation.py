@@ -17,7 +17,7 @@ from service.errors import ApiError
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageLimits
 from service.images.preparation import Preparation, Preparer
-from service.options import resolve_options
+from service.intake.options import resolve_options
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Ticket

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, TypeVarTuple
 
-from service.content_type import ContentType
 from service.errors import BadRequest, TooLarge, image_param
+from service.intake.content_type import ContentType
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")

@@ -3,8 +3,8 @@ from typing import Any
 
 import pytest
 
-from service.embed_body import ImageUrl
 from service.errors import ApiError, BadRequest, InvalidShape
+from service.intake.embed_body import ImageUrl
 from tests.bodies import read
 
 JSON = "application/json"

@@ -1,8 +1,8 @@
 import pytest
 
-from service.embed_body import EmbedBody
 from service.errors import ApiError, BadRequest, TooLarge
-from service.multipart import MultipartForm
+from service.intake.embed_body import EmbedBody
+from service.intake.multipart import MultipartForm
 from tests.bodies import BOUNDARY, LIMITS, MULTIPART, image_part, multipart, option_part, part, read
 from tests.measuring import growth
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from service.content_type import is_image_type
-from service.embed_body import (
+from service.errors import BadRequest, printable
+from service.intake.content_type import is_image_type
+from service.intake.embed_body import (
     BodyLimits,
     EmbedBody,
     RunBlocking,
@@ -21,8 +22,7 @@ from service.embed_body import (
     join_images,
     too_many_images,
 )
-from service.errors import BadRequest, printable
-from service.options import OPTION_NAMES
+from service.intake.options import OPTION_NAMES
 
 _BOUNDARY = re.compile(rb"[ -~]{0,69}[!-~]")  # RFC 2046 allows 70 characters, the last one no space
 _MAX_OPTION_BYTES = 256

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.embed_body import ImageUrl
 from service.errors import ApiError, BadRequest, TooLarge
-from service.inline_images import decode_base64, decode_item, decode_url
+from service.intake.embed_body import ImageUrl
+from service.intake.inline_images import decode_base64, decode_item, decode_url
 
 MAX = 10_000_000
 # Longer than the slices in which text is decoded; its base64 has every character of the alphabet.

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from service.admission import ByteBudget
 from service.errors import TooManyRequests
+from service.intake.byte_budget import ByteBudget
 
 
 def test_permits_share_the_budget_and_give_it_back() -> None:

@@ -11,8 +11,8 @@ import re
 import numpy as np
 import numpy.typing as npt
 
-from service.embed_body import ImageUrl
 from service.errors import BadRequest, TooLarge
+from service.intake.embed_body import ImageUrl
 
 # A colon is in neither base64 alphabet, so whatever begins like this is meant as a URL.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,31}):")

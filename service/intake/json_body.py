@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVarTuple
 
-from service.embed_body import (
+from service.errors import ApiError, BadRequest, InvalidShape, image_param, printable
+from service.intake.embed_body import (
     BodyLimits,
     EmbedBody,
     ImageUrl,
@@ -18,9 +19,8 @@ from service.embed_body import (
     check_images,
     too_many_images,
 )
-from service.errors import ApiError, BadRequest, InvalidShape, image_param, printable
-from service.inline_images import decode_base64, decode_item, decode_url
-from service.options import OPTION_NAMES
+from service.intake.inline_images import decode_base64, decode_item, decode_url
+from service.intake.options import OPTION_NAMES
 
 Ts = TypeVarTuple("Ts")
 

@@ -8,7 +8,7 @@ import torch
 
 from models import OutputSpec
 from service.errors import ApiError, BadRequest, HeadersTooLarge, NotAcceptable
-from service.options import (
+from service.intake.options import (
     MAX_ACCEPT_CHARS,
     MAX_JSON_FLOATS,
     MAX_QUERY_BYTES,

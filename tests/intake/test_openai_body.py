@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from service.body import read_openai_body
-from service.content_type import parse_content_type
-from service.embed_body import EmbedBody, ImageUrl
 from service.errors import ApiError, UnsupportedMedia
-from service.openai_body import ServedModel
+from service.intake.body import read_openai_body
+from service.intake.content_type import parse_content_type
+from service.intake.embed_body import EmbedBody, ImageUrl
+from service.intake.openai_body import ServedModel
 from service.openapi import PIXEL
 from tests.bodies import LIMITS, T, Ts, run_inline, stream
 

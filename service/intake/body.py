@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from service.content_type import ContentType, is_image_type
-from service.embed_body import (
+from service.errors import BadRequest, BodyTimeout, TooLarge, UnsupportedMedia
+from service.intake.content_type import ContentType, is_image_type
+from service.intake.embed_body import (
     BodyForm,
     BodyLimits,
     EmbedBody,
@@ -18,10 +19,9 @@ from service.embed_body import (
     image_too_large,
     join_images,
 )
-from service.errors import BadRequest, BodyTimeout, TooLarge, UnsupportedMedia
-from service.json_body import JsonForm, parse_json_body
-from service.multipart import MultipartForm
-from service.openai_body import ServedModel, parse_openai_body
+from service.intake.json_body import JsonForm, parse_json_body
+from service.intake.multipart import MultipartForm
+from service.intake.openai_body import ServedModel, parse_openai_body
 
 _SERVED_TYPES = "image/*, application/octet-stream, multipart/form-data and application/json"
 _HINT = "for one image send its bytes: curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' URL"

@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from service.embed_body import BodyLimits, EmbedBody, ImageUrl
 from service.errors import ApiError, BadRequest, InvalidShape, NotFound, image_param, printable
 from service.images.formats import sniff
-from service.json_body import Number, load_object, read_images, read_item
+from service.intake.embed_body import BodyLimits, EmbedBody, ImageUrl
+from service.intake.json_body import Number, load_object, read_images, read_item
 
 _URL = re.compile(r"\s*(?:data|https?):", re.IGNORECASE)
 

@@ -1,7 +1,7 @@
 import pytest
 
-from service.content_type import MAX_CHARS, ContentType, parse_content_type
 from service.errors import HeadersTooLarge
+from service.intake.content_type import MAX_CHARS, ContentType, parse_content_type
 
 
 @pytest.mark.parametrize(
