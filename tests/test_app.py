@@ -33,10 +33,10 @@ from service.images.image_file import ImageLimits, read_header
 from service.images.preparation import Preparation
 from service.intake.options import MEDIA_TYPES, OPTION_NAMES
 from service.metrics import MISS_REASONS
-from service.openapi import PIXEL, STATUS_TEXTS
 from service.queue.ticket import Ticket
 from service.routes import docs
-from service.schemas import EmbedResponse, ErrorResponse, Info, ModelCard, ModelList, OpenAIResponse
+from service.routes.openapi import PIXEL, STATUS_TEXTS
+from service.routes.schemas import EmbedResponse, ErrorResponse, Info, ModelCard, ModelList, OpenAIResponse
 from tests.conftest import (
     FINGERPRINT,
     HIDDEN_SIZE,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from service.engine.engine import Engine
-from service.openapi import EMBED_ANSWER, EMBED_OPENAPI, error_responses
 from service.pipeline import Pipeline
-from service.routes.answer import AnswerResponse
+from service.routes.openapi import EMBED_ANSWER, EMBED_OPENAPI, error_responses
+from service.routes.response import AnswerResponse
 
 PATH = "/embed"
 

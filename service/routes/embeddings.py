@@ -9,10 +9,10 @@ from fastapi import APIRouter, Request, Response
 
 from service.engine.engine import Engine
 from service.errors import ApiError, BadRequest, InvalidShape
-from service.openapi import EMBEDDINGS_OPENAPI, error_responses
 from service.pipeline import Pipeline
-from service.routes.answer import AnswerResponse
-from service.schemas import OpenAIResponse
+from service.routes.openapi import EMBEDDINGS_OPENAPI, error_responses
+from service.routes.response import AnswerResponse
+from service.routes.schemas import OpenAIResponse
 
 PATH = "/v1/embeddings"
 

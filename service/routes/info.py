@@ -8,8 +8,8 @@ from service.answers.dtypes import dtype_name
 from service.config.settings import Settings
 from service.engine.engine import Engine
 from service.errors import NotFound, printable
-from service.openapi import error_responses
-from service.schemas import CudaGraphs, Info, Limits, ModelCard, ModelList, Preprocessing
+from service.routes.openapi import error_responses
+from service.routes.schemas import CudaGraphs, Info, Limits, ModelCard, ModelList, Preprocessing
 
 INFO = "/info"
 MODELS = "/v1/models"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from service.engine.engine import Engine
-from service.openapi import error_responses
-from service.schemas import Status
+from service.routes.openapi import error_responses
+from service.routes.schemas import Status
 
 LIVE = "/healthz"
 READY = ("/readyz", "/health")

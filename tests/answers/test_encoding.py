@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from service.answers import ImageFacts, ModelIdentity, encode
 from service.errors import NonFiniteOutput
 from service.intake.options import EmbedOptions, resolve_options
-from service.schemas import EmbedResponse
+from service.routes.schemas import EmbedResponse
 
 MODEL = ModelIdentity(name="org/model", revision=None, fingerprint="f" * 64)
 FACTS = ImageFacts(num_tokens=6, grid_thw=(1, 4, 6), width=96, height=64, sha256="0" * 64)

@@ -20,7 +20,7 @@ from service.answers.answer import Piece, gather
 from service.answers.arrays import Base64Writer
 from service.errors import NonFiniteOutput
 from service.intake.options import EmbedOptions, openai_options, resolve_options
-from service.schemas import OpenAIResponse, VllmResponse
+from service.routes.schemas import OpenAIResponse, VllmResponse
 from tests.decoding import (
     file_tensor,
     from_json,

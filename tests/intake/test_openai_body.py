@@ -13,7 +13,7 @@ from service.intake.body import read_openai_body
 from service.intake.content_type import parse_content_type
 from service.intake.embed_body import EmbedBody, ImageUrl
 from service.intake.openai_body import ServedModel
-from service.openapi import PIXEL
+from service.routes.openapi import PIXEL
 from tests.bodies import LIMITS, T, Ts, run_inline, stream
 
 SERVED = ServedModel("org/model", hidden_size=128)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from service.intake.options import CHOICES, FLAGS, MEDIA_TYPES
-from service.schemas import EmbedResponse, ErrorResponse, VllmResponse
+from service.routes.schemas import EmbedResponse, ErrorResponse, VllmResponse
 
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
 
