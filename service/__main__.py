@@ -71,7 +71,7 @@ def serve(argv: Sequence[str]) -> int:
     logger.info("listening on %s", address(listener))
     # These import torch.
     from service import server
-    from service.api_servers import supervisor
+    from service.processes.supervisor import supervisor
 
     allow_many_files()
     num_servers = supervisor.count_servers(settings)

@@ -22,13 +22,13 @@ import torch
 import uvloop
 
 from models import BatchResult, BatchStats, DeviceError, EncodeItem, Replica, ReplicaGroup
-from service.api_servers.device import Device
-from service.api_servers.dispatcher import Dispatcher, ServerLines
-from service.api_servers.line import Line
-from service.api_servers.link import Link
-from service.api_servers.memory import SharedMemory
-from service.api_servers.messages import EncoderFacts
-from service.api_servers.remote import RemoteReplica
+from service.processes.api_server.remote import RemoteReplica
+from service.processes.device.device_process import Device
+from service.processes.device.dispatcher import Dispatcher, ServerLines
+from service.processes.wire.line import Line
+from service.processes.wire.link import Link
+from service.processes.wire.memory import SharedMemory
+from service.processes.wire.messages import EncoderFacts
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Ticket

@@ -16,9 +16,9 @@ import httpx
 import uvloop
 
 from service.__main__ import address, listen
-from service.api_servers.members import Process, Spawn
-from service.api_servers.supervisor import Supervisor
 from service.config.settings import Settings
+from service.processes.supervisor.members import Process, Spawn
+from service.processes.supervisor.supervisor import Supervisor
 from tests.serving import eventually, request_of
 from tests.traffic import Answer, Scrape, call
 

@@ -10,8 +10,8 @@ import torch
 
 from models import CudaGraphSettings, EncodeItem, Replica, VisionEncoder, replica_devices
 from models.readback import RunningBatch
-from service.api_servers import device
 from service.config.settings import Settings
+from service.processes.device import device_process as device
 
 BAD_LEVEL = 251
 

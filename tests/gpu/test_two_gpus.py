@@ -21,8 +21,8 @@ from models import (
     replica_devices,
 )
 from models.weights import Checkpoint
-from service.api_servers.members import spawn
 from service.config.settings import Settings
+from service.processes.supervisor.members import spawn
 from tests.checkpoints import relative_error
 from tests.gpu.failing_device import BAD_LEVEL
 from tests.gpu.images import patches

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from service.api_servers.link import MAX_FILES, Link
-from service.api_servers.memory import SharedMemory
+from service.processes.wire.link import MAX_FILES, Link
+from service.processes.wire.memory import SharedMemory
 
 INLINE = 2**14  # largest message that travels by itself
 

@@ -15,9 +15,9 @@ from itertools import count
 import torch
 
 from models import BatchResult, DeviceError, EncodeItem
-from service.api_servers.link import Link
-from service.api_servers.memory import SharedMemory
-from service.api_servers.messages import (
+from service.processes.wire.link import Link
+from service.processes.wire.memory import SharedMemory
+from service.processes.wire.messages import (
     Batch,
     EncoderFacts,
     Failure,

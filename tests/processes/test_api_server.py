@@ -12,14 +12,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from service.__main__ import listen
-from service.api_servers.gathering import Gathering
-from service.api_servers.line import Line
-from service.api_servers.link import Link
-from service.api_servers.messages import Farewell, Full, Leaving, Stop, Up
-from service.api_servers.remote import RemoteReplicas
-from service.api_servers.server import ApiServer
 from service.app import create_app
 from service.config.settings import Settings
+from service.processes.api_server.api_server import ApiServer
+from service.processes.api_server.gathering import Gathering
+from service.processes.api_server.remote import RemoteReplicas
+from service.processes.wire.line import Line
+from service.processes.wire.link import Link
+from service.processes.wire.messages import Farewell, Full, Leaving, Stop, Up
 from tests.conftest import FakeEncoder, fake_replicas
 from tests.queueing import eventually
 

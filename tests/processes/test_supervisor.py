@@ -17,10 +17,10 @@ import uvloop
 
 from models import EncodeItem, ModelError, ReplicaGroup
 from service.__main__ import listen
-from service.api_servers.link import Link
-from service.api_servers.members import Process, spawn
-from service.api_servers.supervisor import Supervisor, count_servers
 from service.config.settings import Settings
+from service.processes.supervisor.members import Process, spawn
+from service.processes.supervisor.supervisor import Supervisor, count_servers
+from service.processes.wire.link import Link
 from tests.api_servers import CopyingEncoder, ThreadAsProcess
 from tests.conftest import FakeEncoder, fake_replicas, only
 from tests.engine.test_faults_process import FAULT, Load, known_images

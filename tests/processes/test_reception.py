@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from service.__main__ import listen
-from service.api_servers.link import Link
-from service.api_servers.members import ServerMember
-from service.api_servers.reception import Reception
+from service.processes.supervisor.members import ServerMember
+from service.processes.supervisor.reception import Reception
+from service.processes.wire.link import Link
 
 
 class FakeMember:

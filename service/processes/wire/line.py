@@ -8,8 +8,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from service.api_servers.link import Link
-from service.api_servers.messages import Ping, Pong
+from service.processes.wire.link import Link
+from service.processes.wire.messages import Ping, Pong
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from models import DeviceError, ModelError, OutputSpec, VisionEncoder
-from service.api_servers.messages import EncoderFacts, Fault
+from service.processes.wire.messages import EncoderFacts, Fault
 from tests.conftest import FakeEncoder, FakeGraphs
 from tests.queueing import item
 

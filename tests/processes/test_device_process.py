@@ -17,11 +17,12 @@ from prometheus_client import Metric
 
 from models import DeviceError, EncodeItem, ModelError, Preprocessor, Replica
 from models.replica import Queue
-from service.api_servers.device import Device
-from service.api_servers.line import Line
-from service.api_servers.link import Link
-from service.api_servers.memory import SharedMemory
-from service.api_servers.messages import (
+from service.config.settings import Settings
+from service.processes.device.device_process import Device
+from service.processes.wire.line import Line
+from service.processes.wire.link import Link
+from service.processes.wire.memory import SharedMemory
+from service.processes.wire.messages import (
     Batch,
     DeviceLoaded,
     DeviceSetup,
@@ -35,7 +36,6 @@ from service.api_servers.messages import (
     Scraped,
     Wanting,
 )
-from service.config.settings import Settings
 from tests.conftest import CONFIG, FakeEncoder, fake_replicas, only
 from tests.queueing import item
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from service.api_servers.memory import SharedMemory
+from service.processes.wire.memory import SharedMemory
 
 # A message has to fit the socket's buffer. Larger ones travel in memory of their own.
 _MAX_INLINE_BYTES = 2**14

@@ -7,9 +7,9 @@ from typing import Any, cast
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 
-from service.api_servers.members import Member
-from service.api_servers.messages import Scrape, Scraped
-from service.api_servers.scraping import Scraping
+from service.processes.supervisor.members import Member
+from service.processes.supervisor.scraping import Scraping
+from service.processes.wire.messages import Scrape, Scraped
 from tests.clock import SkippingLoop, skip
 
 

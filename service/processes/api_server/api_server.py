@@ -19,12 +19,17 @@ import torch
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Metric
 
-from service.api_servers.gathering import Gathering
-from service.api_servers.joining import join
-from service.api_servers.line import Line
-from service.api_servers.link import Link
-from service.api_servers.memory import SharedMemory
-from service.api_servers.messages import (
+from service.app import Together, create_app
+from service.config.files import max_connections
+from service.config.settings import Settings
+from service.engine.engine import Engine, keep_what_is_loaded
+from service.processes.api_server.gathering import Gathering
+from service.processes.api_server.remote import RemoteReplica, RemoteReplicas
+from service.processes.wire.bootstrap import join
+from service.processes.wire.line import Line
+from service.processes.wire.link import Link
+from service.processes.wire.memory import SharedMemory
+from service.processes.wire.messages import (
     DeviceLoaded,
     Farewell,
     Fault,
@@ -38,12 +43,7 @@ from service.api_servers.messages import (
     Stop,
     Up,
 )
-from service.api_servers.remote import RemoteReplica, RemoteReplicas
-from service.api_servers.tallies import shared_tallies
-from service.app import Together, create_app
-from service.config.files import max_connections
-from service.config.settings import Settings
-from service.engine.engine import Engine, keep_what_is_loaded
+from service.processes.wire.tallies import shared_tallies
 from service.server import Server, finish, trust_own_limits
 
 logger = logging.getLogger(__name__)

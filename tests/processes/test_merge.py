@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Gauge, Metric, ProcessCollector
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from models import BatchStats
-from service.api_servers.merge import _RULES, Merged, merge
 from service.metrics import Metrics, render
+from service.processes.wire.merge import _RULES, Merged, merge
 from tests.traffic import Scrape
 
 P = "vision_sidecar_"

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from service.api_servers.memory import SharedMemory
-from service.api_servers.tallies import SharedIdleness, SharedTally, shared_tallies, tallies_memory
 from service.errors import TooManyRequests
 from service.intake.byte_budget import ByteBudget
+from service.processes.wire.memory import SharedMemory
+from service.processes.wire.tallies import SharedIdleness, SharedTally, shared_tallies, tallies_memory
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.tally import OwnTally
@@ -56,7 +56,7 @@ def test_another_process_sees_what_this_one_holds_and_the_other_way_round() -> N
     [tokens, _] = shared_tallies(os.dup(memory.file), 0, 2)
     tokens.own = 11
     script = (
-        "import sys; from service.api_servers.tallies import shared_tallies\n"
+        "import sys; from service.processes.wire.tallies import shared_tallies\n"
         "tokens, held = shared_tallies(int(sys.argv[1]), 1, 2)\n"
         "held.own = 4; tokens.own += tokens.total"
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 import signal
 from typing import TypeVar
 
-from service.api_servers.link import Link
-from service.api_servers.messages import STOP_SIGNALS, DeviceSetup, Setup
 from service.config.logs import configure_logging
+from service.processes.wire.link import Link
+from service.processes.wire.messages import STOP_SIGNALS, DeviceSetup, Setup
 
 S = TypeVar("S", Setup, DeviceSetup)
 

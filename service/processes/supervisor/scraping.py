@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from prometheus_client import Metric
 
-from service.api_servers.members import Member
-from service.api_servers.merge import merge
-from service.api_servers.messages import Scrape, Scraped
+from service.processes.supervisor.members import Member
+from service.processes.wire.merge import merge
+from service.processes.wire.messages import Scrape, Scraped
 
 # Shorter than those who ask wait for an answer.
 _ROUND_S = 4.0

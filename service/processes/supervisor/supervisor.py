@@ -22,9 +22,12 @@ import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from models import DeviceError, ModelError, replica_devices
-from service.api_servers.members import DeviceMember, Member, ServerMember, Spawn, spawn
-from service.api_servers.memory import SharedMemory
-from service.api_servers.messages import (
+from service.config.settings import Settings
+from service.processes.supervisor.members import DeviceMember, Member, ServerMember, Spawn, spawn
+from service.processes.supervisor.reception import Reception
+from service.processes.supervisor.scraping import Scraping
+from service.processes.wire.memory import SharedMemory
+from service.processes.wire.messages import (
     STOP_SIGNALS,
     DeviceLoaded,
     DeviceSetup,
@@ -42,10 +45,7 @@ from service.api_servers.messages import (
     Stop,
     Up,
 )
-from service.api_servers.reception import Reception
-from service.api_servers.scraping import Scraping
-from service.api_servers.tallies import SharedIdleness, tallies_memory
-from service.config.settings import Settings
+from service.processes.wire.tallies import SharedIdleness, tallies_memory
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.api_servers.memory import SharedMemory
+from service.processes.wire.memory import SharedMemory
 
 _NAMES = ("reserved tokens", "held bytes")
 _ITEM_BYTES = 8

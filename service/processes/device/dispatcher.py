@@ -23,9 +23,9 @@ from typing import Protocol
 import torch
 
 from models import BatchResult, DeviceError, EncodeItem, Patches
-from service.api_servers.link import MAX_FILES, Link
-from service.api_servers.memory import SharedMemory
-from service.api_servers.messages import (
+from service.processes.wire.link import MAX_FILES, Link
+from service.processes.wire.memory import SharedMemory
+from service.processes.wire.messages import (
     Batch,
     Failure,
     Fault,

@@ -11,7 +11,7 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 
-from service.api_servers.members import ServerMember
+from service.processes.supervisor.members import ServerMember
 
 logger = logging.getLogger(__name__)
 

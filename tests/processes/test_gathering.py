@@ -8,10 +8,10 @@ from collections.abc import Callable, Coroutine, Sequence
 import pytest
 from prometheus_client import Metric
 
-from service.api_servers.gathering import Gathering
-from service.api_servers.messages import Scrape
 from service.errors import Unavailable
 from service.metrics import Collects
+from service.processes.api_server.gathering import Gathering
+from service.processes.wire.messages import Scrape
 from tests.clock import SkippingLoop, settle, skip
 
 LONG_S = 5.0  # after which no answer is waited for

@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from service.api_servers.members import DeviceMember
-from service.api_servers.messages import DeviceLoaded, EncoderFacts, Fault
+from service.processes.supervisor.members import DeviceMember
+from service.processes.wire.messages import DeviceLoaded, EncoderFacts, Fault
 from tests.conftest import FakeEncoder
 
 LOADED = DeviceLoaded(EncoderFacts.of(cast(Any, FakeEncoder())), 2**20)

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from models import EncodeItem, OutputSpec
-from service.api_servers.dispatcher import Dispatcher, ServerLines, place
-from service.api_servers.link import MAX_FILES, Link
-from service.api_servers.link import _Large as Large
-from service.api_servers.memory import SharedMemory
-from service.api_servers.messages import Batch as Sent
-from service.api_servers.messages import Granted, Image, Place, Result, Wanting
 from service.errors import ApiError, InternalError, Unavailable
+from service.processes.device.dispatcher import Dispatcher, ServerLines, place
+from service.processes.wire.link import MAX_FILES, Link
+from service.processes.wire.link import _Large as Large
+from service.processes.wire.memory import SharedMemory
+from service.processes.wire.messages import Batch as Sent
+from service.processes.wire.messages import Granted, Image, Place, Result, Wanting
 from tests.api_servers import DEVICE, ApiServer, Company, CopyingEncoder
 from tests.conftest import known_embedding
 from tests.queueing import POOLED, Callers, eventually, item, value_of

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import Metric
 
-from service.api_servers.merge import Merged
-from service.api_servers.messages import Scrape
 from service.errors import Unavailable
 from service.metrics import Collects
+from service.processes.wire.merge import Merged
+from service.processes.wire.messages import Scrape
 
 logger = logging.getLogger(__name__)
 

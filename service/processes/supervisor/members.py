@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from models import ModelError
-from service.api_servers.link import Link
-from service.api_servers.memory import SharedMemory
-from service.api_servers.messages import STOP_SIGNALS, DeviceLoaded, DeviceSetup, Fault, Setup
+from service.processes.wire.link import Link
+from service.processes.wire.memory import SharedMemory
+from service.processes.wire.messages import STOP_SIGNALS, DeviceLoaded, DeviceSetup, Fault, Setup
 
 _COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import main; main({file})"
 _RESPONSIVE_S = 2.0
@@ -100,7 +100,7 @@ class ServerMember(Member):
             device_ends[device] = batches, results
             ends += [their_batches, their_results]
             files += [their_batches.fileno(), their_results.fileno()]
-        process, line = _start(spawn, "service.api_servers.server", setup, files)
+        process, line = _start(spawn, "service.processes.api_server.api_server", setup, files)
         for end in ends:
             end.socket.close()
         connections.socket.setblocking(False)
@@ -146,7 +146,7 @@ class DeviceMember(Member):
         ends = [end for server in servers for end in server.device_ends.pop(setup.device)]
         try:
             files = [idleness.file, *(end.fileno() for end in ends)]
-            process, line = _start(spawn, "service.api_servers.device", setup, files)
+            process, line = _start(spawn, "service.processes.device.device_process", setup, files)
         finally:
             for end in ends:
                 end.socket.close()

@@ -17,12 +17,15 @@ import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from models import DeviceError, ModelError, Replica, VisionEncoder
-from service.api_servers.dispatcher import Dispatcher, ServerLines
-from service.api_servers.joining import join
-from service.api_servers.line import Line
-from service.api_servers.link import Link
-from service.api_servers.memory import SharedMemory
-from service.api_servers.messages import (
+from service.config.settings import Settings
+from service.engine.engine import ended_early, keep_what_is_loaded, stuck
+from service.engine.replicas import load_replica
+from service.processes.device.dispatcher import Dispatcher, ServerLines
+from service.processes.wire.bootstrap import join
+from service.processes.wire.line import Line
+from service.processes.wire.link import Link
+from service.processes.wire.memory import SharedMemory
+from service.processes.wire.messages import (
     DeviceLoaded,
     DeviceSetup,
     EncoderFacts,
@@ -31,10 +34,7 @@ from service.api_servers.messages import (
     Scrape,
     Scraped,
 )
-from service.api_servers.tallies import SharedIdleness
-from service.config.settings import Settings
-from service.engine.engine import ended_early, keep_what_is_loaded, stuck
-from service.engine.replicas import load_replica
+from service.processes.wire.tallies import SharedIdleness
 
 
 class Device:
