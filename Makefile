@@ -43,7 +43,7 @@ check-deploy: $(DEV)
 	    kubectl kustomize deploy/kubernetes/$$folder > .venv/manifests.yaml && \
 	        $(BIN)/kubernetes-validate --strict .venv/manifests.yaml || exit 1; \
 	done
-	$(BIN)/python -m tests.check_dashboard
+	$(BIN)/python -m tests.deploy.check_dashboard
 
 # Starts a Ray on this machine and stops all that run here, so it refuses where one does.
 check-ray:

@@ -24,8 +24,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 from models import BatchStats
 from service.metrics import Metrics
 from tests.conftest import encode_image
+from tests.deploy.test_files import DASHBOARD, ROOT
 from tests.test_cli import Process
-from tests.test_deploy import DASHBOARD, ROOT
 
 TRAFFIC_S = 25
 BUDGET = 128
