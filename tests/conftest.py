@@ -34,7 +34,7 @@ from models import (
 from service.app import create_app
 from service.config.settings import Settings
 from service.engine.engine import Engine, State
-from tests.queueing import Callers
+from tests.support.queueing import Callers
 
 CONFIG = PreprocessConfig(
     patch_size=16,

@@ -48,8 +48,8 @@ from tests.conftest import (
     known_embedding,
     only,
 )
-from tests.decoding import from_safetensors, from_vllm
-from tests.queueing import eventually
+from tests.support.answers import from_safetensors, from_vllm
+from tests.support.queueing import eventually
 
 Serve = Callable[..., Service]
 

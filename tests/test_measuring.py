@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from tests.measuring import _CLEAR_REFS, measure, slowness
+from tests.support.measuring import _CLEAR_REFS, measure, slowness
 
 
 def test_time_is_measured_and_a_limit_that_is_kept_ends_the_tries() -> None:

@@ -22,7 +22,7 @@ from service.config.settings import Settings
 from service.engine.engine import Engine, State
 from service.server import Server
 from tests.conftest import FakeEncoder, encode_image, fake_replicas, only
-from tests.queueing import eventually
+from tests.support.queueing import eventually
 from tests.test_cli import SlowReader, SlowUpload
 
 ROOT = Path(__file__).parent.parent

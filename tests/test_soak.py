@@ -28,8 +28,8 @@ import psutil
 import pytest
 from PIL import Image
 
-from tests.image_files import chunk
-from tests.traffic import Scrape, as_bytes, call, leave, post
+from tests.support.image_files import chunk
+from tests.support.traffic import Scrape, as_bytes, call, leave, post
 
 NUM_CALLERS = 6
 SAMPLE_EVERY_S = 2.0

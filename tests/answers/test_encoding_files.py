@@ -21,7 +21,7 @@ from service.answers.arrays import Base64Writer
 from service.errors import NonFiniteOutput
 from service.intake.options import EmbedOptions, openai_options, resolve_options
 from service.routes.schemas import OpenAIResponse, VllmResponse
-from tests.decoding import (
+from tests.support.answers import (
     file_tensor,
     from_json,
     from_npy,

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from service.app import create_app
 from service.config.settings import Settings
 from service.engine.engine import State
-from tests.traffic import png
+from tests.support.traffic import png
 
 SETTINGS = Settings(device="cpu", dtype="float32", data_parallel_size=2, decode_threads=2, max_wait_ms=5.0)
 

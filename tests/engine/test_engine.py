@@ -20,7 +20,7 @@ from service.metrics import Metrics
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Ticket
 from tests.conftest import FakeEncoder, FakeGraphs, fake_replicas
-from tests.queueing import Callers, eventually, item
+from tests.support.queueing import Callers, eventually, item
 
 Start = Callable[..., Engine]
 

@@ -25,8 +25,8 @@ from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Ticket
 from tests.conftest import CONFIG, FakeEncoder, FakeRunning
-from tests.serving import HeldUpload, Served, call_all, embeddings_of, eventually, request_of
-from tests.traffic import Answer, call, leave
+from tests.support.serving import HeldUpload, Served, call_all, embeddings_of, eventually, request_of
+from tests.support.traffic import Answer, call, leave
 
 Serve = Callable[..., Served]
 

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from models import VisionEncoder
+from tests.support.traffic import Answer, NoAnswer, Scrape, call, leave, png, post
 from tests.test_cli import Process, SlowUpload, wait_for_metric
-from tests.traffic import Answer, NoAnswer, Scrape, call, leave, png, post
 
 Start = Callable[..., Process]
 

@@ -21,7 +21,7 @@ from service.fetching.addresses import Address
 from service.fetching.fetcher import make_fetcher
 from service.intake.embed_body import ImageUrl
 from tests.conftest import FakeEncoder, Service, encode_image, fake_replicas
-from tests.upstream import HOST, PUBLIC, Dialler, Resolver, Script, Upstream, answer, redirect
+from tests.support.upstream import HOST, PUBLIC, Dialler, Resolver, Script, Upstream, answer, redirect
 
 
 def allowing(**changes: object) -> Settings:

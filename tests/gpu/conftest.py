@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLVisionCon
 from models.config import VisionConfig
 from models.demo import PREPROCESS
 from models.weights import Checkpoint
-from tests.checkpoints import randomize
+from tests.support.checkpoints import randomize
 
 CONFIG_8B = VisionConfig(
     depth=27, hidden_size=1152, num_heads=16, intermediate_size=4304, out_hidden_size=4096, patch_size=16,

@@ -5,7 +5,7 @@ import torch
 
 from models.attention import BACKENDS, Sequences, reference_attention, select_attention
 from models.errors import ModelError
-from tests.checkpoints import relative_error
+from tests.support.checkpoints import relative_error
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)

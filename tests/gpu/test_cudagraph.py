@@ -14,8 +14,8 @@ from models import CudaGraphSettings, Patches, VisionEncoder
 from models.packing import infer_budgets
 from models.protocol import ReplayBuffers
 from models.weights import Checkpoint
-from tests.checkpoints import reference_tokens, relative_error
 from tests.gpu.images import MIXED, patches
+from tests.support.checkpoints import reference_tokens, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 GPU = torch.device("cuda", 0)

@@ -8,8 +8,8 @@ from torch import nn
 
 from models import EncodeItem, OutputSpec, VisionEncoder
 from models.weights import Checkpoint
-from tests.checkpoints import reference_tokens, relative_error
 from tests.gpu.images import MIXED, patches
+from tests.support.checkpoints import reference_tokens, relative_error
 
 pytestmark = pytest.mark.gpu
 

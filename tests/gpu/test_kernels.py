@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from models.kernels import FusedKernels, PlainKernels
-from tests.checkpoints import relative_error
+from tests.support.checkpoints import relative_error
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)

@@ -23,12 +23,12 @@ from models import (
 from models.weights import Checkpoint
 from service.config.settings import Settings
 from service.processes.supervisor.members import spawn
-from tests.checkpoints import relative_error
 from tests.gpu.failing_device import BAD_LEVEL
 from tests.gpu.images import patches
-from tests.serving import HeldUpload, eventually
-from tests.supervising import Supervised
-from tests.traffic import Answer, Scrape
+from tests.support.checkpoints import relative_error
+from tests.support.serving import HeldUpload, eventually
+from tests.support.supervising import Supervised
+from tests.support.traffic import Answer, Scrape
 
 pytestmark = [
     pytest.mark.gpu,

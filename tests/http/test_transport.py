@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from service.http.transport import LINGER_S, LingeringTransport, UnreadWatch
-from tests.clock import SkippingLoop, skip
+from tests.support.clock import SkippingLoop, skip
 
 TIMEOUT_S = 6.0
 LOOK_S = 1.0  # how often it is looked

@@ -11,7 +11,7 @@ from service.errors import ApiError
 from service.images.av1 import max_frame_pixels
 from service.images.avif import decoded_pixels
 from service.images.image_file import ImageLimits, read_header
-from tests.image_files import save
+from tests.support.image_files import save
 
 LIMITS = ImageLimits(max_image_bytes=1 << 20, max_image_pixels=1 << 20)
 OPTIONS: list[dict[str, Any]] = [

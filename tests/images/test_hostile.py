@@ -17,8 +17,8 @@ from service.errors import ApiError, BadRequest
 from service.images.containers import READERS
 from service.images.image_file import ImageLimits, read_header
 from tests.conftest import Service
-from tests.image_files import chunk, save, small_tiff, tiff
-from tests.measuring import measure
+from tests.support.image_files import chunk, save, small_tiff, tiff
+from tests.support.measuring import measure
 
 LIMITS = ImageLimits(max_image_bytes=20 << 20, max_image_pixels=2**26)
 FUZZ_LIMITS = ImageLimits(max_image_bytes=1 << 20, max_image_pixels=4_000_000)

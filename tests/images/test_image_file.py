@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 from service.errors import ApiError
 from service.images.formats import SERVED_FORMATS
 from service.images.image_file import ImageLimits, read_header
-from tests.image_files import chunk, save, tiff
+from tests.support.image_files import chunk, save, tiff
 
 LIMITS = ImageLimits(max_image_bytes=20 << 20, max_image_pixels=2**26)
 WIDTH, HEIGHT = 48, 32

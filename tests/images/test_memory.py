@@ -17,8 +17,8 @@ from PIL import Image
 
 from service.errors import UnsupportedMedia
 from service.images.image_file import ImageLimits, read_header
-from tests.image_files import save, tiff
-from tests.webp_files import many_tables
+from tests.support.image_files import save, tiff
+from tests.support.webp_files import many_tables
 
 LIMITS = ImageLimits(max_image_bytes=20 << 20, max_image_pixels=2**26)
 TURNED = Image.Exif()
@@ -143,7 +143,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from service.images.image_file import ImageLimits, read_header
-from tests.measuring import measure, slowness
+from tests.support.measuring import measure, slowness
 
 slowness()
 for path in map(Path, sys.argv[1:]):

@@ -22,7 +22,7 @@ from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Ticket
 from tests.conftest import CONFIG, FakeEncoder, encode_image
-from tests.queueing import Callers, eventually
+from tests.support.queueing import Callers, eventually
 
 TRUNCATED = encode_image(64, 64)[:-200]
 

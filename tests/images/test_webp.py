@@ -8,8 +8,8 @@ from PIL import Image
 
 from service.images.image_file import ImageLimits, read_header
 from service.images.webp import tables_bytes, webp_chunks
-from tests.image_files import save
-from tests.webp_files import chunk, frame, riff, vp8x
+from tests.support.image_files import save
+from tests.support.webp_files import chunk, frame, riff, vp8x
 
 ORIENTATION = 0x0112
 LIMITS = ImageLimits(2**24, 2**26)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from service.errors import ApiError, BadRequest, BodyTimeout, TooLarge, UnsupportedMedia
 from service.intake.body import read_embed_body
 from service.intake.content_type import parse_content_type
-from tests.bodies import LIMITS, MULTIPART, T, Ts, image_part, multipart, read, run_inline, stream
+from tests.support.bodies import LIMITS, MULTIPART, T, Ts, image_part, multipart, read, run_inline, stream
 
 
 class LeftError(Exception):

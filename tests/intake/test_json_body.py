@@ -5,7 +5,7 @@ import pytest
 
 from service.errors import ApiError, BadRequest, InvalidShape
 from service.intake.embed_body import ImageUrl
-from tests.bodies import read
+from tests.support.bodies import read
 
 JSON = "application/json"
 

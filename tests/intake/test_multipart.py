@@ -3,8 +3,8 @@ import pytest
 from service.errors import ApiError, BadRequest, TooLarge
 from service.intake.embed_body import EmbedBody
 from service.intake.multipart import MultipartForm
-from tests.bodies import BOUNDARY, LIMITS, MULTIPART, image_part, multipart, option_part, part, read
-from tests.measuring import growth
+from tests.support.bodies import BOUNDARY, LIMITS, MULTIPART, image_part, multipart, option_part, part, read
+from tests.support.measuring import growth
 
 BODY = multipart(
     option_part("pooling", b"none"),

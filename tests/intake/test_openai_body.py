@@ -14,7 +14,7 @@ from service.intake.content_type import parse_content_type
 from service.intake.embed_body import EmbedBody, ImageUrl
 from service.intake.openai_body import ServedModel
 from service.routes.openapi import PIXEL
-from tests.bodies import LIMITS, T, Ts, run_inline, stream
+from tests.support.bodies import LIMITS, T, Ts, run_inline, stream
 
 SERVED = ServedModel("org/model", hidden_size=128)
 IMAGE = base64.b64decode(PIXEL)

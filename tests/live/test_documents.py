@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import encode_image
-from tests.decoding import from_json, from_npy, from_safetensors, from_vllm
+from tests.support.answers import from_json, from_npy, from_safetensors, from_vllm
 from tests.test_docs import DOCUMENTS, ROOT
 
 SIDECAR, LLM = "localhost:8080", "localhost:8000"

@@ -15,7 +15,7 @@ from models.attention import (
 )
 from models.errors import ModelError
 from models.packing import infer_warm_up
-from tests.checkpoints import relative_error
+from tests.support.checkpoints import relative_error
 
 CPU = torch.device("cpu")
 

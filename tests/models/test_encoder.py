@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from models import CudaGraphSettings, EncodeItem, ModelError, OutputSpec, Patches, VisionEncoder
-from tests.checkpoints import build_model, relative_error, save
+from tests.support.checkpoints import build_model, relative_error, save
 
 SIZES = [(256, 256), (300, 500), (640, 480)]
 ROOT = Path(__file__).parent.parent

@@ -11,7 +11,7 @@ from transformers.utils import is_torchvision_available
 
 from models import AspectRatioError, Patches, PreprocessConfig, Preprocessor
 from models import preprocess as module
-from tests.checkpoints import PROCESSOR
+from tests.support.checkpoints import PROCESSOR
 
 CONFIG = PreprocessConfig(
     patch_size=16, temporal_patch_size=2, merge_size=2, min_pixels=65536, max_pixels=16777216,

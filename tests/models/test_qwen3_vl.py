@@ -12,7 +12,7 @@ from models.config import VisionConfig
 from models.kernels import PIXEL_CENTER, PlainKernels
 from models.positions import interpolated_position_embedding, patch_coordinates, rotary_embedding
 from models.qwen3_vl import VisionTransformer, fold_patch_embedding
-from tests.checkpoints import (
+from tests.support.checkpoints import (
     MODEL_TYPES,
     PROCESSOR,
     build_model,

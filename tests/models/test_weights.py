@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from models import ModelError, VisionEncoder
 from models.weights import INDEX_FILE, SINGLE_FILE, fingerprint, open_checkpoint
-from tests.checkpoints import PROCESSOR, SHORT_PROCESSOR, build_model, save
+from tests.support.checkpoints import PROCESSOR, SHORT_PROCESSOR, build_model, save
 
 FC1 = "model.visual.blocks.1.mlp.linear_fc1.weight"
 

@@ -21,7 +21,7 @@ from service.processes.wire.line import Line
 from service.processes.wire.link import Link
 from service.processes.wire.messages import Farewell, Full, Leaving, Stop, Up
 from tests.conftest import FakeEncoder, fake_replicas
-from tests.queueing import eventually
+from tests.support.queueing import eventually
 
 
 class Supervised:

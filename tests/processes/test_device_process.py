@@ -37,7 +37,7 @@ from service.processes.wire.messages import (
     Wanting,
 )
 from tests.conftest import CONFIG, FakeEncoder, fake_replicas, only
-from tests.queueing import item
+from tests.support.queueing import item
 
 NAME = "fake"
 NUM_SERVERS = 2

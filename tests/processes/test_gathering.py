@@ -12,7 +12,7 @@ from service.errors import Unavailable
 from service.metrics import Collects
 from service.processes.api_server.gathering import Gathering
 from service.processes.wire.messages import Scrape
-from tests.clock import SkippingLoop, settle, skip
+from tests.support.clock import SkippingLoop, settle, skip
 
 LONG_S = 5.0  # after which no answer is waited for
 SHORT_S = 3.0

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 from models import BatchStats
 from service.metrics import Metrics, render
 from service.processes.wire.merge import _RULES, Merged, merge
-from tests.traffic import Scrape
+from tests.support.traffic import Scrape
 
 P = "vision_sidecar_"
 DEVICE = "cuda:0"

@@ -11,7 +11,7 @@ import torch
 from models import DeviceError, ModelError, OutputSpec, VisionEncoder
 from service.processes.wire.messages import EncoderFacts, Fault
 from tests.conftest import FakeEncoder, FakeGraphs
-from tests.queueing import item
+from tests.support.queueing import item
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:

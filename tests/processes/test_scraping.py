@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 from service.processes.supervisor.members import Member
 from service.processes.supervisor.scraping import Scraping
 from service.processes.wire.messages import Scrape, Scraped
-from tests.clock import SkippingLoop, skip
+from tests.support.clock import SkippingLoop, skip
 
 
 class FakeMember:

@@ -21,12 +21,12 @@ from service.config.settings import Settings
 from service.processes.supervisor.members import Process, spawn
 from service.processes.supervisor.supervisor import Supervisor, count_servers
 from service.processes.wire.link import Link
-from tests.api_servers import CopyingEncoder, ThreadAsProcess
 from tests.conftest import FakeEncoder, fake_replicas, only
 from tests.engine.test_faults_process import FAULT, Load, known_images
-from tests.serving import HeldUpload, embeddings_of, eventually
-from tests.supervising import Supervised
-from tests.traffic import Answer, NoAnswer
+from tests.support.processes import CopyingEncoder, ThreadAsProcess
+from tests.support.serving import HeldUpload, embeddings_of, eventually
+from tests.support.supervising import Supervised
+from tests.support.traffic import Answer, NoAnswer
 
 # The lines to API servers that are gone are left to the end of the process, as there is none after it.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")

@@ -16,7 +16,7 @@ from service.processes.wire.tallies import SharedIdleness, SharedTally, shared_t
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.tally import OwnTally
-from tests.queueing import Callers
+from tests.support.queueing import Callers
 
 ROOT = Path(__file__).parent.parent
 

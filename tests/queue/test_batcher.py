@@ -32,7 +32,7 @@ from service.errors import (
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Abandoned, Ticket
-from tests.queueing import Callers, eventually, item, value_of
+from tests.support.queueing import Callers, eventually, item, value_of
 
 LOST = torch.AcceleratorError("illegal memory access")
 

@@ -6,7 +6,7 @@ import pytest
 
 from models import BatchResult
 from service.queue.queue_records import Device, Entry
-from tests.queueing import Callers, item
+from tests.support.queueing import Callers, item
 
 
 class Clocked:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from service.queue.ticket import Ticket, settle
-from tests.queueing import Callers
+from tests.support.queueing import Callers
 
 
 def test_embeddings_come_in_the_order_of_the_images(callers: Callers) -> None:

@@ -23,7 +23,7 @@ from service.metrics import render
 from service.queue.ticket import Ticket
 from service.server import Server
 from tests.conftest import HIDDEN_SIZE, FakeEncoder, fake_replicas
-from tests.traffic import Answer, Scrape, call, png, post
+from tests.support.traffic import Answer, Scrape, call, png, post
 
 PLAIN = "?normalize=false"  # the fake encoder's normalized vectors are all the same
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from PIL import Image
 
-from tests.image_files import save
+from tests.support.image_files import save
 
 _SIMPLE = (1, 0, 0, 0)  # one symbol, 0, which then takes no bits
 SHORT_CODES = _SIMPLE * 5

@@ -33,7 +33,7 @@ from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Ticket
 from tests.conftest import FakeEncoder, FakeRunning
-from tests.queueing import Callers, eventually, value_of
+from tests.support.queueing import Callers, eventually, value_of
 
 DEVICE = "fake"
 

@@ -19,8 +19,8 @@ from service.__main__ import address, listen
 from service.config.settings import Settings
 from service.processes.supervisor.members import Process, Spawn
 from service.processes.supervisor.supervisor import Supervisor
-from tests.serving import eventually, request_of
-from tests.traffic import Answer, Scrape, call
+from tests.support.serving import eventually, request_of
+from tests.support.traffic import Answer, Scrape, call
 
 
 class Supervised:
