@@ -23,7 +23,7 @@ import pytest
 from tests.conftest import encode_image
 from tests.test_cli import Process
 
-EXAMPLES = Path(__file__).parent.parent / "deploy/examples"
+EXAMPLES = Path(__file__).parent.parent.parent / "deploy/examples"
 
 
 @dataclass(frozen=True)

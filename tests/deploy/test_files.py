@@ -26,7 +26,7 @@ from service.metrics import Metrics
 from service.routes import metrics as metrics_route
 from service.routes import probes
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 OPERATIONS = (ROOT / "docs/operations.md").read_text()
 KUBERNETES = ROOT / "deploy/kubernetes"

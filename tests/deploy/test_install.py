@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 FOUND = re.search(r"^torch==(.+)$", (ROOT / "deploy/constraints.txt").read_text(), re.MULTILINE)
 assert FOUND is not None
 VERSION = FOUND[1]

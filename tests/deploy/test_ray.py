@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from deploy.ray.adapter import BehindServe
 from service.config.arguments import parse_settings
 
-RAY = Path(__file__).parent.parent / "deploy/ray"
+RAY = Path(__file__).parent.parent.parent / "deploy/ray"
 SOURCE = (RAY / "app.py").read_text()
 HTTP: Scope = {"type": "http"}
 

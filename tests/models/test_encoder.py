@@ -13,7 +13,7 @@ from models import CudaGraphSettings, EncodeItem, ModelError, OutputSpec, Patche
 from tests.support.checkpoints import build_model, relative_error, save
 
 SIZES = [(256, 256), (300, 500), (640, 480)]
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 NO_COMPILER_SCRIPT = """
 import sys
 import numpy as np

@@ -18,7 +18,7 @@ from service.queue.queue_records import QueueLimits
 from service.queue.tally import OwnTally
 from tests.support.queueing import Callers
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture
