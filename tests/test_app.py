@@ -36,8 +36,9 @@ from service.metrics import MISS_REASONS
 from service.queue.ticket import Ticket
 from service.routes import docs
 from service.routes.openapi import PIXEL, STATUS_TEXTS
-from service.routes.schemas import EmbedResponse, ErrorResponse, Info, ModelCard, ModelList, OpenAIResponse
-from tests.conftest import (
+from service.routes.schemas import EmbedResponse, Info, ModelCard, ModelList, OpenAIResponse
+from tests.support.answers import error_of, from_safetensors, from_vllm, message_of
+from tests.support.app import (
     FINGERPRINT,
     HIDDEN_SIZE,
     FakeEncoder,
@@ -48,18 +49,9 @@ from tests.conftest import (
     known_embedding,
     only,
 )
-from tests.support.answers import from_safetensors, from_vllm
-from tests.support.queueing import eventually
+from tests.support.waiting import eventually
 
 Serve = Callable[..., Service]
-
-
-def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
-    """Status, code and param of an answer that must have the one error body."""
-    error = ErrorResponse.model_validate_json(response.content).error
-    assert response.headers["content-type"] == "application/json"
-    assert response.headers["x-request-id"]
-    return response.status_code, error.code, error.param
 
 
 async def post(service: Service, image: bytes) -> httpx.Response:
@@ -73,10 +65,6 @@ def embed_at_once(service: Service, images: Sequence[bytes]) -> list[httpx.Respo
         return await asyncio.gather(*[post(service, image) for image in images])
 
     return service.runner.run(all_at_once())
-
-
-def message_of(response: httpx.Response) -> str:
-    return ErrorResponse.model_validate_json(response.content).error.message
 
 
 def test_embed_answers_the_embedding_of_an_image(service: Service) -> None:

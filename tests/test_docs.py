@@ -15,9 +15,8 @@ from service.config.settings import Settings
 from service.errors import ERROR_CODES
 from service.intake.options import OPTION_NAMES
 from service.metrics import Metrics
+from tests.support.project import DOCUMENTS, ROOT
 
-ROOT = Path(__file__).parent.parent
-DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 API = (ROOT / "docs/api.md").read_text()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.support.project import ROOT
 
 
 def imported(source: str, package: str) -> Iterator[str]:

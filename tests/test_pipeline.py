@@ -33,7 +33,7 @@ from service.intake.byte_budget import ByteBudget
 from service.pipeline import Pipeline
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
-from tests.conftest import CONFIG, FakeEncoder, FakeRunning, encode_image, known_embedding, only
+from tests.support.app import CONFIG, FakeEncoder, FakeRunning, encode_image, known_embedding, only
 
 LEFT: Message = {"type": "http.disconnect"}
 

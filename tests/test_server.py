@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -21,11 +20,10 @@ from service.app import create_app
 from service.config.settings import Settings
 from service.engine.engine import Engine, State
 from service.server import Server
-from tests.conftest import FakeEncoder, encode_image, fake_replicas, only
-from tests.support.queueing import eventually
-from tests.test_cli import SlowReader, SlowUpload
-
-ROOT = Path(__file__).parent.parent
+from tests.support.app import FakeEncoder, encode_image, fake_replicas, only
+from tests.support.process import SlowReader, SlowUpload
+from tests.support.project import ROOT
+from tests.support.waiting import eventually
 
 
 class Running:

@@ -29,6 +29,7 @@ import pytest
 from PIL import Image
 
 from tests.support.image_files import chunk
+from tests.support.project import ROOT
 from tests.support.traffic import Scrape, as_bytes, call, leave, post
 
 NUM_CALLERS = 6
@@ -220,9 +221,7 @@ def server(log_file: Path) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "service", "serve", "--port", "0", "--device", "cpu"]
     with (
         log_file.open("wb") as file,
-        subprocess.Popen(
-            command, cwd=Path(__file__).parent.parent, stderr=file, env={**os.environ, **HONEST_MALLOC}
-        ) as process,
+        subprocess.Popen(command, cwd=ROOT, stderr=file, env={**os.environ, **HONEST_MALLOC}) as process,
     ):
         yield process
         process.kill()

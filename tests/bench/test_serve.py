@@ -22,9 +22,10 @@ from service.bench.http_client import Answer, Client, SendError
 from service.bench.load import Notes, Share, arrivals, send_all
 from service.bench.load_report import Memory, format_report, summarize
 from service.bench.scrape import Server, growth
-from tests.conftest import encode_image
+from tests.support.app import encode_image
 from tests.support.fake_server import CLOSED, OK, FakeServer, Reply, refusal, reply
-from tests.test_cli import ROOT, Process
+from tests.support.process import Process
+from tests.support.project import ROOT
 
 REQUEST = memoryview(b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
 

@@ -13,7 +13,7 @@ from models import CudaGraphSettings
 from service.config.arguments import SettingsError, parse_settings
 from service.config.settings import Settings
 from service.images.image_file import MAX_PIXELS_SUPPORTED
-from tests.conftest import only
+from tests.support.app import only
 
 DEFAULTS: dict[str, Any] = {
     "host": "127.0.0.1",

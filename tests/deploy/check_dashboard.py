@@ -23,9 +23,10 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from models import BatchStats
 from service.metrics import Metrics
-from tests.conftest import encode_image
-from tests.deploy.test_files import DASHBOARD, ROOT
-from tests.test_cli import Process
+from tests.deploy.test_files import DASHBOARD
+from tests.support.app import encode_image
+from tests.support.process import Process
+from tests.support.project import ROOT
 
 TRAFFIC_S = 25
 BUDGET = 128

@@ -20,10 +20,11 @@ from urllib.parse import parse_qsl, urlsplit
 import numpy as np
 import pytest
 
-from tests.conftest import encode_image
-from tests.test_cli import Process
+from tests.support.app import encode_image
+from tests.support.process import Process
+from tests.support.project import ROOT
 
-EXAMPLES = Path(__file__).parent.parent.parent / "deploy/examples"
+EXAMPLES = ROOT / "deploy/examples"
 
 
 @dataclass(frozen=True)

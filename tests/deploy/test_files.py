@@ -25,8 +25,8 @@ from service.config.settings import NEVER_EMPTY, Settings
 from service.metrics import Metrics
 from service.routes import metrics as metrics_route
 from service.routes import probes
+from tests.support.project import ROOT
 
-ROOT = Path(__file__).parent.parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 OPERATIONS = (ROOT / "docs/operations.md").read_text()
 KUBERNETES = ROOT / "deploy/kubernetes"

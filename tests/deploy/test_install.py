@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.support.project import ROOT
+
 FOUND = re.search(r"^torch==(.+)$", (ROOT / "deploy/constraints.txt").read_text(), re.MULTILINE)
 assert FOUND is not None
 VERSION = FOUND[1]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from deploy.ray.adapter import BehindServe
 from service.config.arguments import parse_settings
+from tests.support.project import ROOT
 
-RAY = Path(__file__).parent.parent.parent / "deploy/ray"
+RAY = ROOT / "deploy/ray"
 SOURCE = (RAY / "app.py").read_text()
 HTTP: Scope = {"type": "http"}
 

@@ -19,8 +19,9 @@ from service.errors import ApiError, BadRequest, InternalError, Unavailable
 from service.metrics import Metrics
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Ticket
-from tests.conftest import FakeEncoder, FakeGraphs, fake_replicas
-from tests.support.queueing import Callers, eventually, item
+from tests.support.app import FakeEncoder, FakeGraphs, fake_replicas
+from tests.support.queueing import Callers, item
+from tests.support.waiting import eventually
 
 Start = Callable[..., Engine]
 

@@ -24,9 +24,10 @@ from service.engine.engine import State
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Ticket
-from tests.conftest import CONFIG, FakeEncoder, FakeRunning
-from tests.support.serving import HeldUpload, Served, call_all, embeddings_of, eventually, request_of
+from tests.support.app import CONFIG, FakeEncoder, FakeRunning
+from tests.support.serving import HeldUpload, Served, call_all, embeddings_of, request_of
 from tests.support.traffic import Answer, call, leave
+from tests.support.waiting import eventually
 
 Serve = Callable[..., Served]
 

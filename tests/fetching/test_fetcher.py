@@ -20,7 +20,7 @@ from service.errors import ApiError, TooManyRequests
 from service.fetching.addresses import Address
 from service.fetching.fetcher import make_fetcher
 from service.intake.embed_body import ImageUrl
-from tests.conftest import FakeEncoder, Service, encode_image, fake_replicas
+from tests.support.app import FakeEncoder, Service, encode_image, fake_replicas
 from tests.support.upstream import HOST, PUBLIC, Dialler, Resolver, Script, Upstream, answer, redirect
 
 

@@ -19,9 +19,8 @@ from service.errors import ApiError, BadRequest, UpstreamFailed
 from service.fetching.fetcher import make_fetcher
 from service.fetching.image_urls import MAX_URL_BYTES, check_url, join_url, parse_url
 from service.intake.embed_body import ImageUrl
-from tests.conftest import FakeEncoder, Service, fake_replicas
-from tests.fetching.test_addresses import REFUSED
-from tests.support.upstream import HOST, PUBLIC, Dialler, Resolver, Upstream, answer, redirect
+from tests.support.app import FakeEncoder, Service, fake_replicas
+from tests.support.upstream import HOST, PUBLIC, REFUSED, Dialler, Resolver, Upstream, answer, redirect
 
 # Each with the host `images.test` allowed. Whatever is looked up is said to be 127.0.0.1.
 HOSTILE = [

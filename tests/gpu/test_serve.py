@@ -5,8 +5,8 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from tests.conftest import encode_image
-from tests.test_cli import Process
+from tests.support.app import encode_image
+from tests.support.process import Process
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

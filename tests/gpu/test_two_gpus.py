@@ -26,9 +26,10 @@ from service.processes.supervisor.members import spawn
 from tests.gpu.failing_device import BAD_LEVEL
 from tests.gpu.images import patches
 from tests.support.checkpoints import relative_error
-from tests.support.serving import HeldUpload, eventually
+from tests.support.serving import HeldUpload
 from tests.support.supervising import Supervised
 from tests.support.traffic import Answer, Scrape
+from tests.support.waiting import eventually
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,8 +8,8 @@ import httpx
 import pytest
 
 from service.config.settings import Settings
-from tests.conftest import FakeEncoder, Service, encode_image, only
-from tests.test_app import error_of
+from tests.support.answers import error_of
+from tests.support.app import FakeEncoder, Service, encode_image, only
 
 ORIGIN = "https://pages.example.org"
 Serve = Callable[..., Service]

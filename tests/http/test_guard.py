@@ -14,8 +14,8 @@ from service.config.settings import Settings
 from service.errors import TooManyRequests
 from service.http.guard import GuardMiddleware
 from service.queue.ticket import Ticket
-from tests.conftest import Service, only
-from tests.test_app import error_of
+from tests.support.answers import error_of
+from tests.support.app import Service, only
 
 ORIGIN = "https://pages.example.org"
 PATHS = ("/embed", "/v1/embeddings")

@@ -10,8 +10,8 @@ import pytest
 from service.app import OPEN_PATHS
 from service.config.settings import Settings
 from service.routes import probes
-from tests.conftest import Service, encode_image, only
-from tests.test_app import error_of, message_of
+from tests.support.answers import error_of, message_of
+from tests.support.app import Service, encode_image, only
 
 KEYS = {"api_keys": "sk-first,sk-second"}
 Serve = Callable[..., Service]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from service.images.decoding_memory import DecodingMemory
-from tests.support.queueing import eventually
+from tests.support.waiting import eventually
 
 
 def always() -> bool:

@@ -16,7 +16,7 @@ from PIL import Image
 from service.errors import ApiError, BadRequest
 from service.images.containers import READERS
 from service.images.image_file import ImageLimits, read_header
-from tests.conftest import Service
+from tests.support.app import Service
 from tests.support.image_files import chunk, save, small_tiff, tiff
 from tests.support.measuring import measure
 

@@ -21,8 +21,9 @@ from service.intake.options import resolve_options
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Ticket
-from tests.conftest import CONFIG, FakeEncoder, encode_image
-from tests.support.queueing import Callers, eventually
+from tests.support.app import CONFIG, FakeEncoder, encode_image
+from tests.support.queueing import Callers
+from tests.support.waiting import eventually
 
 TRUNCATED = encode_image(64, 64)[:-200]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.test_cli import Process
+from tests.support.process import Process
 
 
 @pytest.fixture(scope="session")

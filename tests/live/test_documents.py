@@ -15,9 +15,9 @@ import httpx
 import pytest
 import torch
 
-from tests.conftest import encode_image
 from tests.support.answers import from_json, from_npy, from_safetensors, from_vllm
-from tests.test_docs import DOCUMENTS, ROOT
+from tests.support.app import encode_image
+from tests.support.project import DOCUMENTS, ROOT
 
 SIDECAR, LLM = "localhost:8080", "localhost:8000"
 FILES = {"photo.jpg": 1, "one.jpg": 2, "two.png": 3}  # and the seed of their noise

@@ -17,8 +17,8 @@ import torch
 from openai import OpenAI
 
 from models import VisionEncoder
-from tests.conftest import encode_image
 from tests.support.answers import from_json, from_npy, from_safetensors, from_vllm
+from tests.support.app import encode_image
 
 IMAGE = encode_image(200, 300, seed=7)
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

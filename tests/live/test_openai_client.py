@@ -13,7 +13,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from tests.conftest import encode_image
+from tests.support.app import encode_image
 
 IMAGES = [encode_image(64 + 32 * n, 96, seed=n) for n in range(3)]
 TEXTS = [base64.b64encode(image).decode() for image in IMAGES]

@@ -11,9 +11,9 @@ import torch
 
 from models import CudaGraphSettings, EncodeItem, ModelError, OutputSpec, Patches, VisionEncoder
 from tests.support.checkpoints import build_model, relative_error, save
+from tests.support.project import ROOT
 
 SIZES = [(256, 256), (300, 500), (640, 480)]
-ROOT = Path(__file__).parent.parent.parent
 NO_COMPILER_SCRIPT = """
 import sys
 import numpy as np

@@ -20,8 +20,8 @@ from service.processes.api_server.remote import RemoteReplicas
 from service.processes.wire.line import Line
 from service.processes.wire.link import Link
 from service.processes.wire.messages import Farewell, Full, Leaving, Stop, Up
-from tests.conftest import FakeEncoder, fake_replicas
-from tests.support.queueing import eventually
+from tests.support.app import FakeEncoder, fake_replicas
+from tests.support.waiting import eventually
 
 
 class Supervised:

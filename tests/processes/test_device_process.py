@@ -36,7 +36,7 @@ from service.processes.wire.messages import (
     Scraped,
     Wanting,
 )
-from tests.conftest import CONFIG, FakeEncoder, fake_replicas, only
+from tests.support.app import CONFIG, FakeEncoder, fake_replicas, only
 from tests.support.queueing import item
 
 NAME = "fake"

@@ -23,9 +23,10 @@ from service.processes.wire.link import _Large as Large
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import Batch as Sent
 from service.processes.wire.messages import Granted, Image, Place, Result, Wanting
-from tests.conftest import known_embedding
+from tests.support.app import known_embedding
 from tests.support.processes import DEVICE, ApiServer, Company, CopyingEncoder
-from tests.support.queueing import POOLED, Callers, eventually, item, value_of
+from tests.support.queueing import POOLED, Callers, item, value_of
+from tests.support.waiting import eventually
 
 MIB = 2**20
 TOKENS = OutputSpec(pooled=False, deepstack=False)

@@ -7,7 +7,7 @@ import pytest
 
 from service.processes.supervisor.members import DeviceMember
 from service.processes.wire.messages import DeviceLoaded, EncoderFacts, Fault
-from tests.conftest import FakeEncoder
+from tests.support.app import FakeEncoder
 
 LOADED = DeviceLoaded(EncoderFacts.of(cast(Any, FakeEncoder())), 2**20)
 

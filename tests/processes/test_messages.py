@@ -10,7 +10,7 @@ import torch
 
 from models import DeviceError, ModelError, OutputSpec, VisionEncoder
 from service.processes.wire.messages import EncoderFacts, Fault
-from tests.conftest import FakeEncoder, FakeGraphs
+from tests.support.app import FakeEncoder, FakeGraphs
 from tests.support.queueing import item
 
 

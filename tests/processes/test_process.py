@@ -19,10 +19,10 @@ import pytest
 
 from service.config.settings import Settings
 from service.engine.replicas import load_replicas
-from tests.conftest import Service, encode_image
-from tests.support.serving import eventually
+from tests.support.app import Service, encode_image
+from tests.support.process import Process, SlowUpload, wait_for_metric, wait_until_unready
 from tests.support.traffic import Answer, Scrape, call, leave, post
-from tests.test_cli import Process, SlowUpload, wait_for_metric, wait_until_unready
+from tests.support.waiting import eventually
 
 NUM_SERVERS = 2
 OF_EACH_ANSWER = ("date", "x-request-id", "server-timing", "connection")

@@ -21,12 +21,13 @@ from service.config.settings import Settings
 from service.processes.supervisor.members import Process, spawn
 from service.processes.supervisor.supervisor import Supervisor, count_servers
 from service.processes.wire.link import Link
-from tests.conftest import FakeEncoder, fake_replicas, only
-from tests.engine.test_faults_process import FAULT, Load, known_images
+from tests.support.app import FakeEncoder, fake_replicas, only
+from tests.support.load import FAULT, Load, known_images
 from tests.support.processes import CopyingEncoder, ThreadAsProcess
-from tests.support.serving import HeldUpload, embeddings_of, eventually
+from tests.support.serving import HeldUpload, embeddings_of
 from tests.support.supervising import Supervised
 from tests.support.traffic import Answer, NoAnswer
+from tests.support.waiting import eventually
 
 # The lines to API servers that are gone are left to the end of the process, as there is none after it.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,8 @@ from service.processes.wire.tallies import SharedIdleness, SharedTally, shared_t
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.tally import OwnTally
+from tests.support.project import ROOT
 from tests.support.queueing import Callers
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.fixture

@@ -32,7 +32,8 @@ from service.errors import (
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Abandoned, Ticket
-from tests.support.queueing import Callers, eventually, item, value_of
+from tests.support.queueing import Callers, item, value_of
+from tests.support.waiting import eventually
 
 LOST = torch.AcceleratorError("illegal memory access")
 

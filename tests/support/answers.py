@@ -7,9 +7,12 @@ import io
 import json
 from typing import Any
 
+import httpx
 import numpy as np
 import safetensors.torch
 import torch
+
+from service.routes.schemas import ErrorResponse
 
 
 def from_json(body: bytes) -> list[torch.Tensor]:
@@ -75,3 +78,15 @@ def file_tensor(data: bytes) -> torch.Tensor:
     tensor = torch.load(io.BytesIO(data), weights_only=True)
     assert isinstance(tensor, torch.Tensor)
     return tensor
+
+
+def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
+    """Status, code and param of an answer that must have the one error body."""
+    error = ErrorResponse.model_validate_json(response.content).error
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["x-request-id"]
+    return response.status_code, error.code, error.param
+
+
+def message_of(response: httpx.Response) -> str:
+    return ErrorResponse.model_validate_json(response.content).error.message

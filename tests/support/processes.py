@@ -32,8 +32,9 @@ from service.processes.wire.messages import EncoderFacts
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Ticket
-from tests.conftest import FakeEncoder, FakeRunning
-from tests.support.queueing import Callers, eventually, value_of
+from tests.support.app import FakeEncoder, FakeRunning
+from tests.support.queueing import Callers, value_of
+from tests.support.waiting import eventually
 
 DEVICE = "fake"
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -23,13 +22,6 @@ def item(num_tokens: int = 1, value: int = 0, output: OutputSpec = POOLED) -> En
 
 def value_of(image: EncodeItem) -> int:
     return int(image.patches.pixels[0, 0])
-
-
-def eventually(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "never came true"
-        time.sleep(0.002)
 
 
 class Callers:

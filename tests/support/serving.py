@@ -7,8 +7,7 @@ import gc
 import signal
 import socket
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import uvloop
@@ -22,17 +21,11 @@ from service.engine.engine import Engine, State
 from service.metrics import render
 from service.queue.ticket import Ticket
 from service.server import Server
-from tests.conftest import HIDDEN_SIZE, FakeEncoder, fake_replicas
+from tests.support.app import HIDDEN_SIZE, FakeEncoder, fake_replicas
 from tests.support.traffic import Answer, Scrape, call, png, post
+from tests.support.waiting import eventually
 
 PLAIN = "?normalize=false"  # the fake encoder's normalized vectors are all the same
-
-
-def eventually(condition: Callable[[], bool], *, timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "never came true"
-        time.sleep(0.002)
 
 
 class HeldUpload:

@@ -19,8 +19,9 @@ from service.__main__ import address, listen
 from service.config.settings import Settings
 from service.processes.supervisor.members import Process, Spawn
 from service.processes.supervisor.supervisor import Supervisor
-from tests.support.serving import eventually, request_of
+from tests.support.serving import request_of
 from tests.support.traffic import Answer, Scrape, call
+from tests.support.waiting import eventually
 
 
 class Supervised:

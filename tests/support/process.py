@@ -1,0 +1,161 @@
+"""A server process as an operator and its clients meet it: started, watched, asked slowly, stopped."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+
+import httpx
+
+from tests.support.app import encode_image
+from tests.support.project import ROOT
+
+
+class Process:
+    """A server of its own, in a process group of its own, with what it has logged so far.
+
+    Its log is read as it is written: a full pipe would hold the server up.
+    """
+
+    def __init__(self, *flags: str, environ: Mapping[str, str] = {}) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "service", "serve", *flags],
+            cwd=ROOT,
+            env={**os.environ, **environ},
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+        self.pid = self._process.pid
+        self._unread: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: the log has ended
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self.log: list[str] = []
+        self.url = ""
+
+    def _read(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._unread.put(line.rstrip("\n"))
+        self._unread.put(None)
+
+    def wait_for_line(self, text: str) -> str:
+        while (line := self._unread.get(timeout=60)) is not None:
+            self.log.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"no line with {text!r} in {self.log}")
+
+    def listening(self) -> Process:
+        self.url = self.wait_for_line("listening on ").rsplit(" ", 1)[1].strip()
+        return self
+
+    def ready(self) -> Process:
+        self.listening().wait_for_line("ready: model")
+        return self
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def exit_code(self) -> int:
+        code = self._process.wait(timeout=30)
+        assert self._process.stdout is not None
+        assert self._process.stdout.read() == ""
+        self._reader.join()
+        while not self._unread.empty():
+            line = self._unread.get()
+            self.log += [] if line is None else [line]
+        self._close()
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        self._close()
+
+    def _close(self) -> None:
+        for pipe in (self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+class SlowUpload:
+    """A request whose body is held back, so that it is in flight for as long as we like."""
+
+    def __init__(self, url: str) -> None:
+        self._body = encode_image(64, 64)
+        host, port = url.removeprefix("http://").rsplit(":", 1)
+        self._socket = socket.create_connection((host, int(port)), timeout=20)
+        head = ["POST /embed HTTP/1.1", "host: x", "content-type: image/png"]
+        head += [f"content-length: {len(self._body)}", "", ""]
+        self._socket.sendall("\r\n".join(head).encode() + self._body[:50])
+
+    def finish(self) -> None:
+        self._socket.sendall(self._body[50:])
+
+    def leave(self) -> None:
+        self._socket.close()
+
+    def status(self) -> int:
+        """Of the answer; 0 if the connection was closed without one."""
+        head = self.head()
+        return int(head[9:12]) if head else 0
+
+    def head(self) -> str:
+        with self._socket, self._socket.makefile("rb") as file:
+            return file.read().partition(b"\r\n\r\n")[0].decode().lower()
+
+
+class SlowReader:
+    """A request for many tokens whose answer fills every buffer on the way, as no one reads it yet."""
+
+    def __init__(self, url: str) -> None:
+        images = [encode_image(512, 512, format="JPEG", seed=n) for n in range(32)]
+        request = httpx.Request(
+            "POST",
+            f"{url}/embed?pooling=none&deepstack=true&encoding_format=base64",
+            files=[("image", (f"{i}.jpg", image)) for i, image in enumerate(images)],
+        )
+        lines = [f"{name}: {value}" for name, value in request.headers.items()]
+        host, port = url.removeprefix("http://").rsplit(":", 1)
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        self._socket.settimeout(60)
+        self._socket.connect((host, int(port)))
+        head = "\r\n".join([f"POST {request.url.raw_path.decode()} HTTP/1.1", *lines, "", ""])
+        self._socket.sendall(head.encode() + request.read())
+
+    def wait_for_the_first_bytes(self) -> None:
+        assert self._socket.recv(12) == b"HTTP/1.1 200"
+
+    def leave(self) -> None:
+        self._socket.close()
+
+    def rest(self) -> bytes:
+        with self._socket, self._socket.makefile("rb") as file:
+            return file.read()
+
+
+def wait_for_metric(url: str, line: str) -> None:
+    deadline = time.monotonic() + 10
+    while f"vision_sidecar_{line}\n" not in httpx.get(f"{url}/metrics").text:
+        assert time.monotonic() < deadline, f"never came: {line}"
+        time.sleep(0.02)
+
+
+def wait_until_unready(url: str) -> httpx.Response:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        response = httpx.get(f"{url}/readyz")
+        if response.status_code == 503:
+            return response
+        time.sleep(0.02)
+    raise AssertionError("still ready")
