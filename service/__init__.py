@@ -1,4 +1,8 @@
-"""The HTTP service. Knows requests; hands arrays to `models` and gets embeddings back."""
+"""The HTTP service: start, the app, the map of one request in `pipeline.py`, errors and metrics.
+
+It takes requests and hands arrays of pixels to `models`, which returns embeddings.
+It knows nothing of how the encoder computes them.
+"""
 
 import os
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
-from service import bench
+from service.bench import command as bench
 from service.config.files import allow_many_files
 from service.config.version import find_version
 

@@ -54,7 +54,7 @@ _DEMO = "\n**This server runs the demo model: its weights are random and its emb
 
 
 @dataclass(frozen=True)
-class Together:
+class SharedProcessState:
     """What processes that serve together have in common: limits, their metrics, and when they started."""
 
     reserved_tokens: Tally
@@ -71,19 +71,19 @@ def create_app(
     registry: CollectorRegistry | None = None,
     start_replicas: Callable[[Settings], HasReplicas] = load_replicas,
     start_fetcher: Callable[[Settings], Fetcher] = make_fetcher,
-    together: Together | None = None,
+    shared: SharedProcessState | None = None,
 ) -> FastAPI:
     """The app, with its engine as `app.state.engine` and its metrics as `app.state.metrics`.
 
     The metrics are on `registry`, by default one of its own.
 
     `start_replicas` returns replicas that are loading; by default of the model that the settings name.
-    `start_fetcher` returns what fetches image URLs; the app closes it. `together` is for one of several
+    `start_fetcher` returns what fetches image URLs; the app closes it. `shared` is for one of several
     processes that serve as one.
     """
     if registry is None:
         registry = CollectorRegistry()
-    together = together or _alone(registry)
+    shared = shared or _alone(registry)
     own_version = find_version()
     counters = Metrics(registry, COUNTED_ROUTES)
     engine = Engine(
@@ -92,13 +92,13 @@ def create_app(
         counters,
         model_name=settings.served_name,
         version=own_version,
-        reserved=together.reserved_tokens,
-        owns_devices=together.owns_devices,
+        reserved=shared.reserved_tokens,
+        owns_devices=shared.owns_devices,
     )
-    budget = ByteBudget(settings.max_inflight_bytes, together.held_bytes)
+    budget = ByteBudget(settings.max_inflight_bytes, shared.held_bytes)
     counters.watch_queue(engine.batcher, budget)
     limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
-    memory = DecodingMemory.share(together.num_servers, limits.max_decoding_bytes)
+    memory = DecodingMemory.share(shared.num_servers, limits.max_decoding_bytes)
     decoders = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
     writers = ThreadPoolExecutor(_WRITER_THREADS, thread_name_prefix="write")
     fetcher = start_fetcher(settings)
@@ -131,17 +131,17 @@ def create_app(
     embed.add_routes(app.router, engine, pipeline)
     embeddings.add_routes(app.router, engine, pipeline)
     probes.add_routes(app.router, engine)
-    info.add_routes(app.router, settings, engine, own_version, started_at=together.started_at)
-    metrics.add_routes(app.router, together.gather)
+    info.add_routes(app.router, settings, engine, own_version, started_at=shared.started_at)
+    metrics.add_routes(app.router, shared.gather)
     docs.add_routes(app.router, app, needs_key=bool(keys), open_paths=OPEN_PATHS)
     return app
 
 
-def _alone(registry: CollectorRegistry) -> Together:
+def _alone(registry: CollectorRegistry) -> SharedProcessState:
     async def gather() -> Collects:
         return registry
 
-    return Together(OwnTally(), OwnTally(), gather, int(time.time()), num_servers=1)
+    return SharedProcessState(OwnTally(), OwnTally(), gather, int(time.time()), num_servers=1)
 
 
 @asynccontextmanager

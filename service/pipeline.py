@@ -19,11 +19,14 @@ import torch
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from service.answers import Answer, ImageFacts, ModelIdentity, encode
+from service.answers.answer import Answer, ImageFacts, ModelIdentity
+from service.answers.answer_options import AnswerOptions
+from service.answers.serialize import serialize
 from service.config.settings import Settings
 from service.engine.interfaces import LoadedEncoder
 from service.errors import BodyTimeout, DeadlineExceeded, UnsupportedMedia
 from service.fetching.fetcher import Fetcher
+from service.fetching.image_urls import ImageUrl
 from service.http.caller import watch
 from service.http.context import RequestContext, context_of
 from service.images.decoding_memory import DecodingMemory
@@ -32,9 +35,9 @@ from service.images.preparation import Preparation, Preparer
 from service.intake.body import announced_bytes, read_embed_body, read_openai_body, takes_options
 from service.intake.byte_budget import ByteBudget, Permit
 from service.intake.content_type import ContentType, parse_content_type
-from service.intake.embed_body import BodyLimits, EmbedBody, ImageUrl, ReadBody
+from service.intake.embed_body import BodyLimits, EmbedBody, ReadBody
 from service.intake.openai_body import ServedModel
-from service.intake.options import EmbedOptions, check_options, openai_options, read_query, resolve_options
+from service.intake.options import check_options, openai_options, read_query, resolve_options
 from service.queue.batcher import Batcher
 from service.queue.ticket import Abandoned, Ticket
 
@@ -145,7 +148,7 @@ class Pipeline:
         self,
         request: Request,
         body: EmbedBody,
-        options: EmbedOptions,
+        options: AnswerOptions,
         context: RequestContext,
         permit: Permit,
     ) -> Answer:
@@ -190,7 +193,7 @@ class Pipeline:
         self,
         request: Request,
         images: Sequence[bytes | ImageUrl],
-        options: EmbedOptions,
+        options: AnswerOptions,
         context: RequestContext,
         permit: Permit,
     ) -> tuple[Sequence[ImageFacts], Sequence[torch.Tensor]]:
@@ -215,7 +218,7 @@ class Pipeline:
     async def _serialize(
         self,
         facts: Sequence[ImageFacts],
-        options: EmbedOptions,
+        options: AnswerOptions,
         embeddings: Sequence[torch.Tensor],
         context: RequestContext,
     ) -> Answer:
@@ -223,9 +226,9 @@ class Pipeline:
         encoder = self._source.encoder
         model = ModelIdentity(self._model_name, encoder.revision, encoder.fingerprint)
         if sum(embedding.numel() for embedding in embeddings) <= _INLINE_NUMBERS:
-            answer = encode(model, options, facts, embeddings)
+            answer = serialize(model, options, facts, embeddings)
         else:
-            answer = await self._run(encode, model, options, facts, embeddings)
+            answer = await self._run(serialize, model, options, facts, embeddings)
         context.stages_s["serialize"] = time.perf_counter() - started
         return answer
 

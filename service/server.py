@@ -39,8 +39,8 @@ _FAREWELL_S = 0.2
 class Server(uvicorn.Server):
     """uvicorn's server with our end: it serves on for a delay, then drains and says 503."""
 
-    def __init__(self, app: FastAPI, settings: Settings, *, speaks: bool = True) -> None:
-        """`speaks`: whether it logs that it stops, which one of several processes does."""
+    def __init__(self, app: FastAPI, settings: Settings, *, logs_lifecycle: bool = True) -> None:
+        """`logs_lifecycle`: whether this process logs the stop; of several processes, one does."""
         # A partial class is all that uvicorn needs: it calls it once for a connection.
         protocol = partial(
             Protocol,
@@ -64,7 +64,7 @@ class Server(uvicorn.Server):
         )
         self._engine: Engine = app.state.engine
         self._metrics: Metrics = app.state.metrics
-        self._speaks = speaks
+        self._logs_lifecycle = logs_lifecycle
         self._delay_s = settings.shutdown_delay_s
         self._grace_s = settings.shutdown_grace_s
         self._told_to_stop: bool = False
@@ -90,7 +90,7 @@ class Server(uvicorn.Server):
             self._engine.leave()
             # A server that takes no requests has nothing to wait for.
             delay_s = self._delay_s if self._engine.state is State.LEAVING else 0.0
-            if self._speaks:
+            if self._logs_lifecycle:
                 logger.info("stopping, in at most %g s", delay_s + self._grace_s)
             self._leaves_at = time.monotonic() + delay_s
         if self._deadline is None and self._is_time_to_drain(has_failed):

@@ -1,4 +1,4 @@
-"""The direction of imports: service → models, through `models/__init__.py` only, and never back."""
+"""The direction of imports: a room of `service/` imports only rooms below it, and `models` by its exports."""
 
 from __future__ import annotations
 
@@ -9,6 +9,54 @@ from pathlib import Path
 import pytest
 
 from tests.support.project import ROOT
+
+# From the top: each may import what is below it, and nothing above.
+ORDER = (
+    "service.__main__",
+    "service.bench",
+    "service.processes",
+    "service.server",
+    "service.app",
+    "service.routes",
+    "service.pipeline",
+    "service.http",
+    "service.intake",
+    "service.fetching",
+    "service.images",
+    "service.engine",
+    "service.queue",
+    "service.answers",
+    "service.metrics",
+    "service.config",
+    "service.errors",
+    "models",
+)
+# In the same way, within `service.processes`.
+ORDER_OF_PROCESSES = (
+    "service.processes.supervisor",
+    "service.processes.api_server",
+    "service.processes.device",
+    "service.processes.wire",
+)
+
+
+def place(name: str, order: tuple[str, ...]) -> int | None:
+    """Where a module stands in an order, counted from the top; None: it is not part of it."""
+    found = [index for index, room in enumerate(order) if name == room or name.startswith(f"{room}.")]
+    return found[0] if found else None
+
+
+def turning_back(name: str, source: str) -> list[str]:
+    """What a module imports from rooms above its own."""
+    package = name.rpartition(".")[0]
+    found = []
+    for order in (ORDER, ORDER_OF_PROCESSES):
+        own = place(name, order)
+        for to in imported(source, package):
+            where = place(to, order)
+            if own is not None and where is not None and where < own:
+                found.append(f"{name} is below {order[where]}, and may not import {to}")
+    return found
 
 
 def imported(source: str, package: str) -> Iterator[str]:
@@ -52,10 +100,50 @@ def modules(top: str) -> list[Path]:
     return sorted((ROOT / top).rglob("*.py"))
 
 
+def module_name(path: Path) -> str:
+    """`service.queue.batcher`; a package is called as its folder."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 @pytest.mark.parametrize("path", [*modules("models"), *modules("service")], ids=lambda path: path.stem)
 def test_no_import_turns_back(path: Path) -> None:
     package = ".".join(path.relative_to(ROOT).parent.parts)
     assert violations(path.read_text(), package, exported(ROOT / "models")) == []
+
+
+@pytest.mark.parametrize("path", modules("service"), ids=module_name)
+def test_no_room_imports_a_room_above_it(path: Path) -> None:
+    assert turning_back(module_name(path), path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", modules("service"), ids=module_name)
+def test_every_module_has_a_place_in_the_order(path: Path) -> None:
+    name = module_name(path)
+    assert place(name, ORDER) is not None or name == "service"
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "num_violations"),
+    [
+        ("service.queue.batcher", "from service.engine.engine import Engine", 2),
+        ("service.engine.engine", "from service.queue.batcher import Batcher", 0),
+        ("service.errors", "import service.metrics", 1),
+        ("service.images.tiff", "def f():\n    from service.pipeline import Pipeline", 2),
+        ("service.answers.arrays", "from ..intake import options", 2),
+        ("service.processes.wire.link", "from service.processes.device import dispatcher", 2),
+        ("service.processes.device.dispatcher", "from service.processes.wire.link import Link", 0),
+        ("service.config.settings", "from service import errors", 0),
+    ],
+)
+def test_an_arrow_that_turns_back_is_found(name: str, source: str, num_violations: int) -> None:
+    assert len(turning_back(name, source)) == num_violations
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=module_name)
+def test_no_test_imports_a_test_and_no_support_imports_a_fixture(path: Path) -> None:
+    package = module_name(path).rpartition(".")[0]
+    names = [name for name in imported(path.read_text(), package) if name.startswith("tests.")]
+    assert [name for name in names if re.search(r"\.(test_\w+|conftest)\b", name)] == []
 
 
 def test_all_modules_are_looked_at() -> None:

@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Message
 
 from models import EncodeItem, Patches, Preprocessor, Replica, VisionEncoder
-from service.answers import Answer
+from service.answers.answer import Answer
 from service.config.settings import Settings
 from service.errors import ApiError
 from service.fetching.fetcher import make_fetcher

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from service.answers.answer_options import AnswerOptions
 from service.answers.dtypes import DtypeName, dtype_name
-from service.intake.options import EmbedOptions
 
 Piece = bytes | memoryview  # a memoryview is of single bytes, so that its length is their number
 
@@ -55,7 +55,7 @@ class Embedded:
     """The images of one request with their embeddings: finite, contiguous, on the host, of one dtype."""
 
     model: ModelIdentity
-    options: EmbedOptions
+    options: AnswerOptions
     images: Sequence[ImageFacts]  # at least one
     embeddings: Sequence[torch.Tensor]  # each [hidden] if pooled, else [tokens, width]
 
@@ -76,7 +76,7 @@ class Embedded:
         return self.embeddings[0] if len(self.embeddings) == 1 else torch.cat(tuple(self.embeddings))
 
 
-def gather(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+def join_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
     """The same bytes in fewer pieces: small neighbours are joined, large pieces are left as they are."""
     gathered: list[Piece] = []
     small: list[Piece] = []

@@ -8,8 +8,8 @@ import orjson
 import torch
 
 from service.answers.answer import Embedded, ImageFacts, Piece
+from service.answers.answer_options import EncodingFormat
 from service.answers.arrays import base64_text, json_numbers
-from service.intake.options import EncodingFormat
 
 
 def json_pieces(embedded: Embedded) -> Iterator[Piece]:

@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_core import PydanticCustomError
 
-from service.fetching.addresses import Network, canonical_host
+from service.config.hosts import Network, canonical_host
 
 _KEY = re.compile(r"[!-+\--~]+")
 _KEY_FORM = "a key is one or more visible ASCII characters, without a comma"

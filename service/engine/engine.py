@@ -51,7 +51,7 @@ class Engine:
         reserved: Tally | None = None,
         owns_devices: bool = True,
     ) -> None:
-        """`owns_devices`: no other process does, which watches them and speaks of their loss."""
+        """`owns_devices`: this process watches the devices and logs their loss; no other process does."""
         self.batcher = Batcher(
             limits, observe=metrics.observe_batch, on_lost=self._lose_device, reserved=reserved
         )

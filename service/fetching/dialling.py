@@ -14,7 +14,8 @@ from typing import Protocol
 
 import httpcore
 
-from service.fetching.addresses import Address, Network, is_allowed
+from service.config.hosts import Address, Network
+from service.fetching.addresses import is_allowed
 
 
 class AddressRefused(Exception):

@@ -17,8 +17,7 @@ import httpx
 from service.config.settings import Settings
 from service.errors import ApiError, BadRequest, TooLarge, UpstreamFailed, UpstreamTimeout, image_param
 from service.fetching.dialling import AddressRefused, CheckingBackend, Resolve, resolve
-from service.fetching.image_urls import PORTS, check_url, join_url, parse_url, url_refused
-from service.intake.embed_body import ImageUrl
+from service.fetching.image_urls import PORTS, ImageUrl, check_url, join_url, parse_url, url_refused
 
 MAX_REDIRECTS = 3
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import httpx
 
+from service.config.hosts import canonical_host
 from service.errors import BadRequest, UpstreamFailed
-from service.fetching.addresses import canonical_host
 
 PORTS = {"http": 80, "https": 443}
 # In UTF-8. The library takes up to a microsecond for each.
@@ -97,3 +98,10 @@ def _malformed() -> BadRequest:
 
 def _not_allowed(message: str) -> BadRequest:
     return BadRequest(message, code="url_not_allowed")
+
+
+@dataclass(frozen=True)
+class ImageUrl:
+    """An image that is still to be fetched. Nothing of the URL but its scheme was checked."""
+
+    url: str

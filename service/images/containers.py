@@ -21,7 +21,7 @@ from PIL.AvifImagePlugin import AvifImageFile
 from PIL.JpegImagePlugin import JpegImageFile
 
 from service.images.avif import decoded_pixels
-from service.images.formats import Format, unsupported
+from service.images.formats import ImageFormat, unsupported
 from service.images.jpeg import essential_jpeg, is_plausible, read_jpeg
 from service.images.tiff import exif_orientation, read_tiff
 from service.images.tiff_jpeg import are_pieces_plausible
@@ -246,7 +246,7 @@ def _read_tiff(data: bytes) -> Stored:
     )
 
 
-READERS: Mapping[Format, Callable[[bytes], Stored]] = {
+READERS: Mapping[ImageFormat, Callable[[bytes], Stored]] = {
     "JPEG": _read_jpeg,
     "PNG": _read_png,
     "GIF": _read_gif,

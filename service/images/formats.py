@@ -11,13 +11,13 @@ from typing import Literal
 
 from service.errors import BadRequest, UnsupportedMedia
 
-Format = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"]
+ImageFormat = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"]
 
 SERVED_FORMATS = "JPEG, PNG, WebP, GIF, BMP, TIFF and AVIF"
 
 _PEEK = 4096  # bytes of text looked at
 
-_SERVED: tuple[tuple[bytes, Format], ...] = (
+_SERVED: tuple[tuple[bytes, ImageFormat], ...] = (
     (b"\xff\xd8\xff", "JPEG"),
     (b"\x89PNG\r\n\x1a\n", "PNG"),
     (b"GIF87a", "GIF"),
@@ -109,7 +109,7 @@ _TEXT: tuple[tuple[re.Pattern[bytes], str], ...] = (
 )
 
 
-def sniff(data: bytes) -> Format:
+def sniff(data: bytes) -> ImageFormat:
     """The format of the image in `data`, one of those served.
 
     Raises `UnsupportedMedia` (415, `unsupported_image_format`) for what is recognised but not served, naming
@@ -138,7 +138,7 @@ def unsupported(name: str) -> UnsupportedMedia:
     )
 
 
-def _served(data: bytes) -> Format | None:
+def _served(data: bytes) -> ImageFormat | None:
     for signature, name in _SERVED:
         if data.startswith(signature):
             return name

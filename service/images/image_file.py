@@ -22,7 +22,7 @@ from PIL import Image, UnidentifiedImageError
 
 from service.errors import ApiError, BadRequest, TooLarge
 from service.images.containers import MAX_BYTES_PER_PIXEL, READERS, Stored
-from service.images.formats import Format, sniff, unsupported
+from service.images.formats import ImageFormat, sniff, unsupported
 from service.images.jpeg import essential_jpeg
 
 MAX_PIXELS_SUPPORTED = 178_956_970
@@ -60,7 +60,7 @@ class ImageLimits:
 class ImageHeader:
     """An image whose header was read and found within the limits."""
 
-    format: Format
+    format: ImageFormat
     width: int  # as seen, after the EXIF orientation
     height: int
     _stored: Stored
@@ -131,7 +131,7 @@ def upright(rgb: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint
 
 
 @contextmanager
-def _broken_data_as_error(format_: Format) -> Iterator[None]:
+def _broken_data_as_error(format_: ImageFormat) -> Iterator[None]:
     try:
         yield
     except (ApiError, MemoryError):
@@ -140,7 +140,7 @@ def _broken_data_as_error(format_: Format) -> Iterator[None]:
         raise _broken(format_) from error
 
 
-def _broken(format_: Format) -> BadRequest:
+def _broken(format_: ImageFormat) -> BadRequest:
     name = _NAMES.get(format_, format_)
     return BadRequest(f"the {name} data is broken or truncated", code="invalid_image")
 
@@ -171,7 +171,7 @@ def _decode_jpeg(stored: Stored) -> npt.NDArray[np.uint8]:
     return _rgb(_load("JPEG", b"".join(essential_jpeg(bytes(data))), stored), stored)
 
 
-def _decode_pillow(format_: Format, stored: Stored) -> npt.NDArray[np.uint8]:
+def _decode_pillow(format_: ImageFormat, stored: Stored) -> npt.NDArray[np.uint8]:
     try:
         image = _load(format_, b"".join(stored.parts), stored)
     except UnidentifiedImageError:
@@ -181,7 +181,7 @@ def _decode_pillow(format_: Format, stored: Stored) -> npt.NDArray[np.uint8]:
     return _rgb(image, stored)
 
 
-def _load(format_: Format, data: bytes, stored: Stored) -> Image.Image:
+def _load(format_: ImageFormat, data: bytes, stored: Stored) -> Image.Image:
     """The image with its pixels decoded, as Pillow sees it."""
     with Image.open(io.BytesIO(data), formats=[format_]) as image:
         if image.size != ((stored.width, stored.height) if stored.frame is None else stored.frame[2:]):

@@ -17,15 +17,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from models import AspectRatioError, EncodeItem
-from service.answers import ImageFacts
+from service.answers.answer import ImageFacts
+from service.answers.answer_options import AnswerOptions
 from service.engine.interfaces import LoadedEncoder
 from service.errors import ApiError, BadRequest, TooLarge, image_param
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageHeader, ImageLimits, read_header
-from service.intake.options import EmbedOptions
 from service.queue.batcher import Batcher
 from service.queue.ticket import Ticket
-from service.queue.tracebacks import released
+from service.queue.tracebacks import without_traceback
 
 _QUICK_BYTES = 2**16
 _QUICK_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG")
@@ -49,7 +49,7 @@ class Preparation:
         self,
         shared: Preparer,
         images: Sequence[bytes],
-        options: EmbedOptions,
+        options: AnswerOptions,
         ticket: Ticket,
         encoder: LoadedEncoder,
     ) -> None:
@@ -98,7 +98,7 @@ class Preparation:
                 self._shared.executor.submit(self.decode, index)
             self.decode(0)
         except Exception as error:
-            self._shared.batcher.fail(self._ticket, released(error))
+            self._shared.batcher.fail(self._ticket, without_traceback(error))
 
     def admit(self) -> None:
         """Reads the headers, checks every limit before any pixel is decoded, and has the request admitted."""
@@ -132,7 +132,7 @@ class Preparation:
             if self._is_wanted(index):
                 self._prepare(index)
         except Exception as raised:
-            error = released(raised)
+            error = without_traceback(raised)
         with self._lock:
             if error is not None and index < self._first_broken:
                 self._first_broken, self._error = index, error
@@ -153,7 +153,7 @@ class Preparation:
         try:
             batcher.put(self._ticket, [item for item in self._items if item is not None])
         except Exception as error:  # the executor would keep it, and the request wait for its deadline
-            batcher.fail(self._ticket, released(error))
+            batcher.fail(self._ticket, without_traceback(error))
 
     def _prepare(self, index: int) -> None:
         image, header, admitted = self._images[index], self._headers[index], self._num_tokens[index]

@@ -1,6 +1,7 @@
 """What a body with images holds, whatever its form: its limits, and the errors that all forms share.
 
-Knows nothing of the forms."""
+Knows nothing of the forms.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar, TypeVarTuple
 
 from service.errors import BadRequest, TooLarge, image_param
+from service.fetching.image_urls import ImageUrl
 from service.intake.content_type import ContentType
 
 T = TypeVar("T")
@@ -23,13 +25,6 @@ class BodyLimits:
     max_image_bytes: int  # of one image, as it stands in its file
     max_images: int
     timeout_s: float  # for the whole body to arrive
-
-
-@dataclass(frozen=True)
-class ImageUrl:
-    """An image that is still to be fetched. Nothing of the URL but its scheme was checked."""
-
-    url: str
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from service.errors import BadRequest, TooLarge
-from service.intake.embed_body import ImageUrl
+from service.fetching.image_urls import ImageUrl
 
 # A colon is in neither base64 alphabet, so whatever begins like this is meant as a URL.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,31}):")

@@ -11,14 +11,8 @@ from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVarTuple
 
 from service.errors import ApiError, BadRequest, InvalidShape, image_param, printable
-from service.intake.embed_body import (
-    BodyLimits,
-    EmbedBody,
-    ImageUrl,
-    RunBlocking,
-    check_images,
-    too_many_images,
-)
+from service.fetching.image_urls import ImageUrl
+from service.intake.embed_body import BodyLimits, EmbedBody, RunBlocking, check_images, too_many_images
 from service.intake.inline_images import decode_base64, decode_item, decode_url
 from service.intake.options import OPTION_NAMES
 

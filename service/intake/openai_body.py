@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from service.errors import ApiError, BadRequest, InvalidShape, NotFound, image_param, printable
+from service.fetching.image_urls import ImageUrl
 from service.images.formats import sniff
-from service.intake.embed_body import BodyLimits, EmbedBody, ImageUrl
+from service.intake.embed_body import BodyLimits, EmbedBody
 from service.intake.json_body import Number, load_object, read_images, read_item
 
 _URL = re.compile(r"\s*(?:data|https?):", re.IGNORECASE)

@@ -6,36 +6,34 @@ Knows the table of options and what they mean to the encoder; nothing of bodies,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, TypeVar, cast, get_args
+from typing import TypeVar, cast, get_args
 from urllib.parse import parse_qsl
 
-from models import OutputSpec
+from service.answers.answer_options import (
+    AnswerOptions,
+    EmbedFormat,
+    EncodingFormat,
+    Pooling,
+    option_conflict,
+)
 from service.answers.dtypes import TORCH_DTYPES, DtypeName
 from service.errors import BadRequest, HeadersTooLarge, NotAcceptable, printable
-
-Pooling = Literal["mean", "none"]
-EncodingFormat = Literal["float", "base64"]
-Format = Literal["json", "safetensors", "npy", "vllm"]
-AnswerFormat = Format | Literal["openai"]  # the last is `/v1/embeddings`' own
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "pooling": ("mean", "none"),
     "dtype": tuple(TORCH_DTYPES),
     "encoding_format": ("float", "base64"),
-    "format": get_args(Format),
+    "format": get_args(EmbedFormat),
 }
 FLAGS: tuple[str, ...] = ("normalize", "deepstack")
 OPTION_NAMES: tuple[str, ...] = ("pooling", "normalize", "deepstack", "dtype", "encoding_format", "format")
 # Served media type → `format`. A hand-off to an LLM server is asked for by name only.
-MEDIA_TYPES: Mapping[str, Format] = {
+MEDIA_TYPES: Mapping[str, EmbedFormat] = {
     "application/json": "json",
     "application/x-safetensors": "safetensors",
     "application/x-npy": "npy",
 }
 
-# JSON of more numbers than this is slower to write and to read than any encoder, and some 50 MB large.
-MAX_JSON_FLOATS = 4_194_304
 
 # What a caller writes has some 200 characters; parsing takes up to a microsecond for each.
 MAX_ACCEPT_CHARS = 4096
@@ -44,51 +42,6 @@ MAX_QUERY_BYTES = 4096
 T = TypeVar("T")
 
 _BOOLEANS: Mapping[str, bool] = {"true": True, "1": True, "false": False, "0": False}
-
-
-@dataclass(frozen=True)
-class EmbedOptions:
-    """The options of one request, with every default resolved."""
-
-    pooling: Pooling
-    normalize: bool
-    deepstack: bool
-    dtype: DtypeName | None  # None: the model's own
-    encoding_format: EncodingFormat | None  # None: no form in which there is a choice
-    format: AnswerFormat
-
-    def output_spec(self) -> OutputSpec:
-        """The same, in the encoder's terms."""
-        return OutputSpec(
-            pooled=self.pooling == "mean",
-            normalize=self.normalize,
-            deepstack=self.deepstack,
-            dtype=None if self.dtype is None else TORCH_DTYPES[self.dtype],
-        )
-
-    def check_size(self, *, num_images: int, num_tokens: int, hidden_size: int, width: int) -> None:
-        """Refuses what cannot be answered, before anything is encoded.
-
-        That is more JSON floats than may be sent, and tokens of several images in one npy file.
-        `num_tokens` is the sum over the images, `width` the columns of a token with its deepstack columns.
-        """
-        if self.format == "npy" and self.pooling == "none" and num_images > 1:
-            raise _conflict(
-                "format",
-                "an npy file cannot say where the tokens of one image end; ask for format=safetensors, "
-                "or send one image",
-            )
-        if self.encoding_format != "float":
-            return
-        rows = num_images if self.pooling == "mean" else num_tokens
-        num_floats = rows * (width if self.deepstack else hidden_size)
-        if num_floats > MAX_JSON_FLOATS:
-            raise BadRequest(
-                f"the response would hold {num_floats} JSON floats, and at most {MAX_JSON_FLOATS} are sent; "
-                "ask for encoding_format=base64 or, at /embed, for format=safetensors; or send fewer images",
-                code="response_too_large",
-                param="encoding_format",
-            )
 
 
 def read_query(query_string: bytes) -> dict[str, str]:
@@ -117,17 +70,17 @@ def check_options(sent: Mapping[str, str | bool]) -> None:
     _refuse_conflicts({**_choices(sent), **_flags(sent)})
 
 
-def resolve_options(sent: Mapping[str, str | bool], accept: str | None) -> EmbedOptions:
+def resolve_options(sent: Mapping[str, str | bool], accept: str | None) -> AnswerOptions:
     """Checks what was sent, under names that are known already, and fills in the defaults.
 
     `accept` is the request's `Accept` header and decides where no `format` was sent. Raises 400
     `invalid_option`, 400 `option_conflict`, and 406.
     """
     chosen, flags = _choices(sent), _flags(sent)
-    form = cast(Format, chosen["format"]) if "format" in chosen else acceptable(accept, MEDIA_TYPES)
+    form = cast(EmbedFormat, chosen["format"]) if "format" in chosen else acceptable(accept, MEDIA_TYPES)
     values = {**_defaults(form, chosen.get("pooling")), **chosen, **flags, "format": form}
     _refuse_conflicts(values)
-    return EmbedOptions(
+    return AnswerOptions(
         pooling=cast(Pooling, values["pooling"]),
         normalize=bool(values["normalize"]),
         deepstack=bool(values["deepstack"]),
@@ -137,14 +90,14 @@ def resolve_options(sent: Mapping[str, str | bool], accept: str | None) -> Embed
     )
 
 
-def openai_options(sent: Mapping[str, str | bool], accept: str | None) -> EmbedOptions:
+def openai_options(sent: Mapping[str, str | bool], accept: str | None) -> AnswerOptions:
     """What `/v1/embeddings` answers: unit vectors in float32. Raises as `resolve_options` does."""
     acceptable(accept, {"application/json": "openai"})
     encoding_format = _choices({"encoding_format": "float", **sent})["encoding_format"]
-    return EmbedOptions("mean", True, False, "float32", cast(EncodingFormat, encoding_format), "openai")
+    return AnswerOptions("mean", True, False, "float32", cast(EncodingFormat, encoding_format), "openai")
 
 
-def _defaults(form: Format, pooling: str | None) -> dict[str, str | bool]:
+def _defaults(form: EmbedFormat, pooling: str | None) -> dict[str, str | bool]:
     """The options that apply to a form of answer, where nothing else is said."""
     if form == "vllm":
         return {"pooling": "none", "normalize": False, "deepstack": True}
@@ -172,17 +125,19 @@ def _refuse_conflicts(values: Mapping[str, str | bool]) -> None:
     if form == "vllm":
         _refuse_parts_of_tokens(values)
     if "encoding_format" in values and form not in (None, "json"):
-        raise _conflict("encoding_format", "encoding_format is for format=json only")
+        raise option_conflict("encoding_format", "encoding_format is for format=json only")
     if form == "npy" and dtype == "bfloat16":
-        raise _conflict("dtype", "npy has no bfloat16; ask for another dtype, or for format=safetensors")
+        raise option_conflict(
+            "dtype", "npy has no bfloat16; ask for another dtype, or for format=safetensors"
+        )
     if values.get("normalize") and pooling == "none":
-        raise _conflict("normalize", "normalize=true applies to pooling=mean only")
+        raise option_conflict("normalize", "normalize=true applies to pooling=mean only")
     if values.get("deepstack") and pooling == "mean":
-        raise _conflict(
+        raise option_conflict(
             "deepstack", "deepstack=true applies to pooling=none only: the mean covers the main columns"
         )
     if values.get("encoding_format") == "float" and dtype != "float32":
-        raise _conflict(
+        raise option_conflict(
             "dtype",
             f"JSON floats are float32; dtype={dtype} needs encoding_format=base64 or format=safetensors",
         )
@@ -192,11 +147,7 @@ def _refuse_parts_of_tokens(values: Mapping[str, str | bool]) -> None:
     """An LLM server takes all tokens with all their columns, as the encoder made them."""
     for name, refused in (("pooling", "mean"), ("normalize", True), ("deepstack", False)):
         if values.get(name) == refused:
-            raise _conflict(name, "format=vllm is always of pooling=none with deepstack=true")
-
-
-def _conflict(name: str, message: str) -> BadRequest:
-    return BadRequest(message, code="option_conflict", param=name)
+            raise option_conflict(name, "format=vllm is always of pooling=none with deepstack=true")
 
 
 def _choice(name: str, value: str | bool) -> str:

@@ -1,14 +1,12 @@
-"""Several processes that serve HTTP, and one for each device.
+"""Several processes that serve as one: API servers, one process for each device, and a supervisor.
+
+It hands requests to the same app that a single process runs; only the replicas are in other processes.
+It knows nothing of bodies, images or answers.
 
     clients ──► supervisor ──sockets──► API servers ──patches──► devices
                 (accepts)               (HTTP, decoding,  ◄──embeddings──
                                          queue, answers)
 
-One Python process can parse, decode and answer for a part of what a GPU encodes, and a fault of one GPU makes
-CUDA fail for all of a process. Each API server is the whole app, with its own queue; only the replicas are
-elsewhere. Each device's process loads the model and takes the batches of the API servers in turn. The
-supervisor accepts connections and hands them out, and starts, watches and ends the others. If one of the
-processes ends unexpectedly, all end.
-
-Messages travel over socket pairs, bulk data in memory that the processes share.
+Why: one Python process can parse, decode and answer only a part of what a GPU encodes, and a fault of one GPU
+makes CUDA fail in its whole process. If one of the processes ends unexpectedly, all of them end.
 """

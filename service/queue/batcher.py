@@ -204,7 +204,9 @@ class Batcher:
         since = time.perf_counter() - timeout_s
         with self._changed:
             return [
-                name for name, device in self._devices.items() if device.batches and device.got_on_at < since
+                name
+                for name, device in self._devices.items()
+                if device.batches and device.last_progress_at < since
             ]
 
     def close(self) -> None:

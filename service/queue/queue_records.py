@@ -44,7 +44,7 @@ class Device:
 
     def __init__(self) -> None:
         self.batches: dict[Future[BatchResult], Sequence[Entry]] = {}
-        self.got_on_at = 0.0
+        self.last_progress_at = 0.0
         self.tokens_per_s = 0.0
         self.is_waiting = False  # in `Batcher.take`
         self.is_lost = False
@@ -55,13 +55,13 @@ class Device:
 
     def started(self, batch: Future[BatchResult], entries: Sequence[Entry]) -> None:
         if not self.batches:
-            self.got_on_at = time.perf_counter()
+            self.last_progress_at = time.perf_counter()
         self.batches[batch] = entries
 
     def finished(self, batch: Future[BatchResult]) -> Sequence[Entry]:
         """The images of the batch."""
         entries, now = self.batches.pop(batch), time.perf_counter()
-        rate = sum(entry.num_tokens for entry in entries) / max(1e-6, now - self.got_on_at)
+        rate = sum(entry.num_tokens for entry in entries) / max(1e-6, now - self.last_progress_at)
         self.tokens_per_s = _RATE_MEMORY * (self.tokens_per_s or rate) + (1 - _RATE_MEMORY) * rate
-        self.got_on_at = now
+        self.last_progress_at = now
         return entries

@@ -14,7 +14,7 @@ from service.errors import ApiError
 E = TypeVar("E", bound=BaseException)
 
 
-def released(error: E) -> E:
+def without_traceback(error: E) -> E:
     """The same error, for who caught it and is about to keep it, without its frames and those of its causes.
 
     Where a log may want them, which is for all but `ApiError`, their lines become a note.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from service.answers import Answer
+from service.answers.answer import Answer
 
 
 class AnswerResponse(Response):

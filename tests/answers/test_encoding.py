@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from service.answers import ImageFacts, ModelIdentity, encode
+from service.answers.answer import ImageFacts, ModelIdentity
+from service.answers.answer_options import AnswerOptions
+from service.answers.serialize import serialize
 from service.errors import NonFiniteOutput
-from service.intake.options import EmbedOptions, resolve_options
+from service.intake.options import resolve_options
 from service.routes.schemas import EmbedResponse
 
 MODEL = ModelIdentity(name="org/model", revision=None, fingerprint="f" * 64)
@@ -24,8 +26,8 @@ POOLED: dict[str, str | bool] = {}
 TOKENS: dict[str, str | bool] = {"pooling": "none"}
 
 
-def written(options: EmbedOptions, *embeddings: torch.Tensor, model: ModelIdentity = MODEL) -> bytes:
-    return b"".join(encode(model, options, [FACTS] * len(embeddings), embeddings).body)
+def written(options: AnswerOptions, *embeddings: torch.Tensor, model: ModelIdentity = MODEL) -> bytes:
+    return b"".join(serialize(model, options, [FACTS] * len(embeddings), embeddings).body)
 
 
 def answer(sent: dict[str, str | bool], *embeddings: torch.Tensor) -> dict[str, Any]:
@@ -117,7 +119,7 @@ def test_a_number_that_is_not_finite_never_leaves(bad: float, dtype: str) -> Non
     broken[2] = bad
     options = resolve_options({"dtype": dtype, "encoding_format": "base64"}, None)
     with pytest.raises(NonFiniteOutput) as caught:
-        encode(MODEL, options, [FACTS] * 2, [good, broken])
+        serialize(MODEL, options, [FACTS] * 2, [good, broken])
     assert (caught.value.code, caught.value.param) == ("non_finite_output", "images[1]")
 
 

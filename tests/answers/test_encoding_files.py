@@ -15,11 +15,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from service.answers import Answer, ImageFacts, ModelIdentity, encode
-from service.answers.answer import Piece, gather
+from service.answers.answer import Answer, ImageFacts, ModelIdentity, Piece, join_pieces
+from service.answers.answer_options import AnswerOptions
 from service.answers.arrays import Base64Writer
+from service.answers.serialize import serialize
 from service.errors import NonFiniteOutput
-from service.intake.options import EmbedOptions, openai_options, resolve_options
+from service.intake.options import openai_options, resolve_options
 from service.routes.schemas import OpenAIResponse, VllmResponse
 from tests.support.answers import (
     file_tensor,
@@ -50,15 +51,15 @@ def tokens_of(dtype: str, width: int = 12) -> list[torch.Tensor]:
 
 
 def written(
-    embeddings: Sequence[torch.Tensor], options: EmbedOptions, images: Sequence[ImageFacts] = IMAGES
+    embeddings: Sequence[torch.Tensor], options: AnswerOptions, images: Sequence[ImageFacts] = IMAGES
 ) -> tuple[bytes, str]:
-    answer = encode(MODEL, options, images, embeddings)
+    answer = serialize(MODEL, options, images, embeddings)
     body = b"".join(answer.body)
     assert answer.num_bytes == len(body)
     return body, answer.media_type
 
 
-def options(**sent: str | bool) -> EmbedOptions:
+def options(**sent: str | bool) -> AnswerOptions:
     return resolve_options(sent, None)
 
 
@@ -101,7 +102,7 @@ def test_safetensors_holds_the_tokens_of_all_images(dtype: str, num_images: int)
 
 def test_a_revision_that_is_not_known_is_empty_in_safetensors() -> None:
     model = replace(MODEL, revision=None)
-    [body] = encode(model, options(format="safetensors"), IMAGES[:1], [numbers(4)]).body
+    [body] = serialize(model, options(format="safetensors"), IMAGES[:1], [numbers(4)]).body
     assert safetensors_metadata(bytes(body))["revision"] == ""
 
 
@@ -166,7 +167,7 @@ def test_a_single_image_is_saved_without_a_copy(monkeypatch: pytest.MonkeyPatch)
 
 
 def uuids(model: ModelIdentity, images: Sequence[ImageFacts], dtype: str) -> list[str]:
-    answer = encode(model, options(format="vllm", dtype=dtype), images, tokens_of(dtype))
+    answer = serialize(model, options(format="vllm", dtype=dtype), images, tokens_of(dtype))
     return [part["uuid"] for part in json.loads(b"".join(answer.body))["content"]]
 
 
@@ -207,7 +208,7 @@ def test_no_form_holds_a_number_that_is_not_finite(form: str) -> None:
     tokens[5, 3] = float("inf")
     asked = options(format=form, pooling="none")
     with pytest.raises(NonFiniteOutput) as caught:
-        encode(MODEL, asked, IMAGES[1:], [tokens])
+        serialize(MODEL, asked, IMAGES[1:], [tokens])
     assert caught.value.param == "images[0]"
 
 
@@ -215,7 +216,7 @@ def test_a_number_that_is_not_finite_is_found_anywhere_in_a_large_tensor() -> No
     tokens = torch.zeros(3000, 1024)
     tokens[2999, 1023] = float("nan")
     with pytest.raises(NonFiniteOutput):
-        encode(MODEL, options(format="npy", pooling="none"), IMAGES[1:], [tokens])
+        serialize(MODEL, options(format="npy", pooling="none"), IMAGES[1:], [tokens])
 
 
 def test_rows_that_are_not_contiguous_are_written_in_order() -> None:
@@ -232,14 +233,14 @@ def test_a_large_file_is_the_tensors_own_memory(form: str, read: Callable[[bytes
     """So that no copy is made, which would hold the interpreter lock meanwhile."""
     tokens = torch.zeros(1024, 512)
     image = replace(IMAGES[1], num_tokens=1024)
-    answer = encode(MODEL, options(format=form, pooling="none"), [image], [tokens])
+    answer = serialize(MODEL, options(format=form, pooling="none"), [image], [tokens])
     tokens[0, 0] = 5.0
     assert read(b"".join(answer.body))[0, 0] == 5.0
 
 
 def test_the_numbers_of_a_safetensors_file_are_aligned() -> None:
     vectors = [numbers(5), numbers(5)]
-    [body] = encode(MODEL, options(format="safetensors"), IMAGES, vectors).body
+    [body] = serialize(MODEL, options(format="safetensors"), IMAGES, vectors).body
     assert int.from_bytes(bytes(body)[:8], "little") % 8 == 0
     assert same_bits(safetensors.torch.load(bytes(body))["embeddings"], torch.stack(vectors))
 
@@ -274,9 +275,9 @@ def test_base64_of_more_than_a_slice(num_bytes: int) -> None:
 )
 def test_small_pieces_are_joined_and_large_ones_left(lengths: list[int], expected: list[int]) -> None:
     pieces: list[Piece] = [bytes([index + 1]) * length for index, length in enumerate(lengths)]
-    gathered = gather(pieces)
-    assert [len(piece) for piece in gathered] == expected
-    assert b"".join(gathered) == b"".join(pieces)
+    join_piecesed = join_pieces(pieces)
+    assert [len(piece) for piece in join_piecesed] == expected
+    assert b"".join(join_piecesed) == b"".join(pieces)
 
 
 def test_an_answer_knows_its_length() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from models import BatchResult, Patches, Preprocessor, VisionEncoder, random_checkpoint
-from service import bench
+from service.bench import command as bench
 from service.bench.encoder import arithmetic
 from service.bench.profiling import Kernel, format_kernels, kernels_of
 from service.bench.sides import make_side

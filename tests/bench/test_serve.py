@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from service import bench
+from service.bench import command as bench
 from service.bench.fleet import Fleet, FleetError
 from service.bench.http_client import Answer, Client, SendError
 from service.bench.load import Notes, Share, arrivals, send_all

@@ -23,10 +23,9 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from models import BatchStats
 from service.metrics import Metrics
-from tests.deploy.test_files import DASHBOARD
 from tests.support.app import encode_image
 from tests.support.process import Process
-from tests.support.project import ROOT
+from tests.support.project import ROOT, read_dashboard
 
 TRAFFIC_S = 25
 BUDGET = 128
@@ -128,12 +127,12 @@ def filled_in(expression: str) -> str:
 
 
 def panels_without_data(url: str) -> Iterator[str]:
-    for panel in DASHBOARD["panels"]:
+    for panel in read_dashboard()["panels"]:
         for target in panel.get("targets", ()):
             values = [series["value"][1] for series in ask(url, filled_in(target["expr"]))]
             if not any(re.match(r"[-\d]|\+?Inf", value) for value in values):
                 yield f"no data: {panel['title']}: {target['expr']}"
-    for note in DASHBOARD["annotations"]["list"]:
+    for note in read_dashboard()["annotations"]["list"]:
         ask(url, filled_in(note["expr"]))  # quiet while nothing happens
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import socket
 import subprocess
@@ -11,6 +10,7 @@ import threading
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from service.config.settings import NEVER_EMPTY, Settings
 from service.metrics import Metrics
 from service.routes import metrics as metrics_route
 from service.routes import probes
-from tests.support.project import ROOT
+from tests.support.project import ROOT, read_dashboard
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 OPERATIONS = (ROOT / "docs/operations.md").read_text()
@@ -40,7 +40,7 @@ def read_yaml(path: str) -> Any:
 
 COMPOSE = read_yaml("docker-compose.yml")
 ALERTS = {rule["alert"]: rule for rule in read_yaml("deploy/prometheus/alerts.yml")["groups"][0]["rules"]}
-DASHBOARD = json.loads((ROOT / "deploy/grafana/dashboards/vision-sidecar.json").read_text())
+DASHBOARD = read_dashboard()
 RESOURCES = read_yaml("deploy/kubernetes/base/kustomization.yaml")["resources"]
 MANIFESTS = {doc["kind"]: doc for doc in (read_yaml(f"deploy/kubernetes/base/{name}") for name in RESOURCES)}
 
@@ -241,10 +241,11 @@ def test_the_image_has_the_version_and_the_packages_of_the_project() -> None:
     assert f"ARG VERSION={version}\n" in DOCKERFILE
     [container] = MANIFESTS["Deployment"]["spec"]["template"]["spec"]["containers"]
     assert container["image"] == f"vision-sidecar:{version}"
-    [packages] = re.findall(r"for package in (.+?); do", DOCKERFILE)
-    assert packages.replace("/", ".").split() == PROJECT["tool"]["setuptools"]["packages"]
-    found = {path.parent for top in ("models", "service") for path in (ROOT / top).rglob("__init__.py")}
-    assert set(packages.split()) == {str(folder.relative_to(ROOT)) for folder in found}
+    patterns = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    for folder in {path.parent for top in ("models", "service") for path in (ROOT / top).rglob("*.py")}:
+        assert (folder / "__init__.py").exists()
+        package = ".".join(folder.relative_to(ROOT).parts)
+        assert any(fnmatch(package, pattern) for pattern in patterns)
 
 
 def copied() -> Iterator[str]:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.fetching.addresses import canonical_host, is_allowed
+from service.config.hosts import canonical_host
+from service.fetching.addresses import is_allowed
 from tests.support.upstream import REFUSED
 
 

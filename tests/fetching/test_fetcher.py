@@ -14,12 +14,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from service.app import create_app
+from service.config.hosts import Address
 from service.config.settings import Settings
 from service.engine.engine import State
 from service.errors import ApiError, TooManyRequests
-from service.fetching.addresses import Address
 from service.fetching.fetcher import make_fetcher
-from service.intake.embed_body import ImageUrl
+from service.fetching.image_urls import ImageUrl
 from tests.support.app import FakeEncoder, Service, encode_image, fake_replicas
 from tests.support.upstream import HOST, PUBLIC, Dialler, Resolver, Script, Upstream, answer, redirect
 

@@ -17,8 +17,7 @@ from service.config.settings import Settings
 from service.engine.engine import State
 from service.errors import ApiError, BadRequest, UpstreamFailed
 from service.fetching.fetcher import make_fetcher
-from service.fetching.image_urls import MAX_URL_BYTES, check_url, join_url, parse_url
-from service.intake.embed_body import ImageUrl
+from service.fetching.image_urls import MAX_URL_BYTES, ImageUrl, check_url, join_url, parse_url
 from tests.support.app import FakeEncoder, Service, fake_replicas
 from tests.support.upstream import HOST, PUBLIC, REFUSED, Dialler, Resolver, Upstream, answer, redirect
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from models import random_checkpoint
-from service import bench
+from service.bench import command as bench
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.errors import ApiError, BadRequest, TooLarge
-from service.intake.embed_body import ImageUrl
+from service.fetching.image_urls import ImageUrl
 from service.intake.inline_images import decode_base64, decode_item, decode_url
 
 MAX = 10_000_000

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from service.errors import ApiError, BadRequest, InvalidShape
-from service.intake.embed_body import ImageUrl
+from service.fetching.image_urls import ImageUrl
 from tests.support.bodies import read
 
 JSON = "application/json"

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from service.errors import ApiError, UnsupportedMedia
+from service.fetching.image_urls import ImageUrl
 from service.intake.body import read_openai_body
 from service.intake.content_type import parse_content_type
-from service.intake.embed_body import EmbedBody, ImageUrl
+from service.intake.embed_body import EmbedBody
 from service.intake.openai_body import ServedModel
 from service.routes.openapi import PIXEL
 from tests.support.bodies import LIMITS, T, Ts, run_inline, stream

@@ -7,13 +7,11 @@ import pytest
 import torch
 
 from models import OutputSpec
+from service.answers.answer_options import MAX_JSON_FLOATS, AnswerOptions, EmbedFormat
 from service.errors import ApiError, BadRequest, HeadersTooLarge, NotAcceptable
 from service.intake.options import (
     MAX_ACCEPT_CHARS,
-    MAX_JSON_FLOATS,
     MAX_QUERY_BYTES,
-    EmbedOptions,
-    Format,
     check_options,
     negotiate,
     openai_options,
@@ -21,7 +19,7 @@ from service.intake.options import (
     resolve_options,
 )
 
-DEFAULTS = EmbedOptions(
+DEFAULTS = AnswerOptions(
     pooling="mean",
     normalize=True,
     deepstack=False,
@@ -216,18 +214,18 @@ def test_the_accept_header_decides_the_form(accept: str | None, expected: str) -
 @pytest.mark.parametrize("form", ["safetensors", "npy"])
 def test_files_default_to_pooled_float32(form: str) -> None:
     options = resolve_options({"format": form}, None)
-    assert options == EmbedOptions("mean", True, False, "float32", None, cast(Format, form))
+    assert options == AnswerOptions("mean", True, False, "float32", None, cast(EmbedFormat, form))
 
 
 def test_vllm_defaults_to_all_columns_in_the_models_own_dtype() -> None:
     options = resolve_options({"format": "vllm"}, None)
-    assert options == EmbedOptions("none", False, True, None, None, "vllm")
+    assert options == AnswerOptions("none", False, True, None, None, "vllm")
     assert options.output_spec() == OutputSpec(dtype=None)
     assert resolve_options({"format": "vllm", "dtype": "float16"}, None).dtype == "float16"
 
 
 def test_options_of_openai_are_fixed_but_for_the_encoding() -> None:
-    assert openai_options({}, None) == EmbedOptions("mean", True, False, "float32", "float", "openai")
+    assert openai_options({}, None) == AnswerOptions("mean", True, False, "float32", "float", "openai")
     assert openai_options({"encoding_format": "base64"}, "application/json").encoding_format == "base64"
     with pytest.raises(NotAcceptable):
         openai_options({}, "application/x-npy")

@@ -46,7 +46,7 @@ class Supervised:
             connections,
             RemoteReplicas([]),
             lambda: list(registry.collect()),
-            speaks=False,
+            logs_lifecycle=False,
         )
         self.server._max_connections = max_connections
         self._ends = (line, connections)

@@ -22,7 +22,7 @@ class Clocked:
         return batch
 
     def finish(self, batch: Future[BatchResult], after_s: float) -> None:
-        self.device.got_on_at -= after_s
+        self.device.last_progress_at -= after_s
         self.device.finished(batch)
 
 
@@ -50,14 +50,14 @@ def test_a_batch_counts_from_the_end_of_the_one_before_it(clocked: Clocked) -> N
 def test_what_is_launched_behind_a_batch_does_not_make_the_device_get_on(clocked: Clocked) -> None:
     """Or one that is stuck would never be found out."""
     clocked.start(1)
-    clocked.device.got_on_at = since = clocked.device.got_on_at - 1e4
+    clocked.device.last_progress_at = since = clocked.device.last_progress_at - 1e4
     clocked.start(1)
-    assert clocked.device.got_on_at == since
+    assert clocked.device.last_progress_at == since
 
 
 def test_time_without_work_is_no_time_of_the_next_batch(clocked: Clocked) -> None:
     clocked.finish(clocked.start(100), 1e4)
-    clocked.device.got_on_at -= 1e6
+    clocked.device.last_progress_at -= 1e6
     clocked.finish(clocked.start(100), 1e4)
     assert clocked.device.tokens_per_s == pytest.approx(0.01, rel=0.01)
 

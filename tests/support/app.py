@@ -44,11 +44,7 @@ CONFIG = PreprocessConfig(
 
 
 HIDDEN_SIZE = 4
-
-
 NUM_DEEPSTACK = 2
-
-
 FINGERPRINT = "f" * 64
 
 

@@ -10,7 +10,7 @@ from typing import Self
 
 import httpcore
 
-from service.fetching.addresses import Address
+from service.config.hosts import Address
 
 Script = Callable[[asyncio.StreamWriter], Awaitable[None]]
 HOST = "images.test"

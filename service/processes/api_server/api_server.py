@@ -19,7 +19,7 @@ import torch
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, Metric
 
-from service.app import Together, create_app
+from service.app import SharedProcessState, create_app
 from service.config.files import max_connections
 from service.config.settings import Settings
 from service.engine.engine import Engine, keep_what_is_loaded
@@ -68,9 +68,9 @@ class ApiServer(Server):
         replicas: RemoteReplicas,
         own_metrics: Callable[[], list[Metric]],
         *,
-        speaks: bool,
+        logs_lifecycle: bool,
     ) -> None:
-        super().__init__(app, settings, speaks=speaks)
+        super().__init__(app, settings, logs_lifecycle=logs_lifecycle)
         self._line = line
         self._gathering = gathering
         self._connections = connections
@@ -218,7 +218,7 @@ def main(file: int) -> NoReturn:
         settings,
         registry=registry,
         start_replicas=lambda settings: replicas,
-        together=Together(
+        shared=SharedProcessState(
             reserved_tokens,
             held_bytes,
             gathering.gather,
@@ -235,7 +235,7 @@ def main(file: int) -> NoReturn:
         Link.of_file(connections),
         replicas,
         lambda: list(registry.collect()),
-        speaks=setup.index == 0,
+        logs_lifecycle=setup.index == 0,
     )
     server.run()
     engine: Engine = app.state.engine

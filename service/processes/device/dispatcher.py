@@ -84,7 +84,7 @@ class Dispatcher:
             self._selector.register(client.batches, selectors.EVENT_READ, client)
         self._lock = threading.Lock()
         self._running: set[Future[BatchResult]] = set()
-        self._got_on_at = 0.0
+        self._last_progress_at = 0.0
         idleness.set(True)
 
     def take(self) -> tuple[Sequence[EncodeItem], Future[BatchResult]] | None:
@@ -100,7 +100,7 @@ class Dispatcher:
         future: Future[BatchResult] = Future()
         with self._lock:
             if not self._running:
-                self._got_on_at = time.perf_counter()
+                self._last_progress_at = time.perf_counter()
             self._running.add(future)
             self._idleness.set(False)
         future.add_done_callback(partial(self._finished, client, batch.number))
@@ -109,7 +109,7 @@ class Dispatcher:
     def is_stuck(self, timeout_s: float) -> bool:
         """Whether the device has had work for so long and finished none of it."""
         with self._lock:
-            return bool(self._running) and self._got_on_at < time.perf_counter() - timeout_s
+            return bool(self._running) and self._last_progress_at < time.perf_counter() - timeout_s
 
     def _grant(self) -> float | None:
         """Grants the place to who has waited longest. Returns for how many seconds others have to wait.
@@ -159,7 +159,7 @@ class Dispatcher:
         with self._lock:
             self._running.discard(future)
             self._idleness.set(not self._running)
-            self._got_on_at = time.perf_counter()
+            self._last_progress_at = time.perf_counter()
         error = future.exception()
         try:
             if error is None:
