@@ -60,9 +60,8 @@ def test_a_trace_is_a_member_of_the_same_line() -> None:
 
 def test_text_is_a_time_a_level_a_name_and_the_message() -> None:
     line = make_formatter("text").format(record("%s said %d", "she", 7))
-    assert re.fullmatch(
-        r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING service\.http\.middleware: she said 7", line
-    )
+    pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING service\.http\.middleware: she said 7"
+    assert re.fullmatch(pattern, line)
 
 
 Configure = Callable[[LogLevel, LogFormat], None]
