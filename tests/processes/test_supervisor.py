@@ -258,7 +258,7 @@ def test_a_devices_process_that_ends_while_it_loads_is_one_line(
     gate.set()
     [line] = capfd.readouterr().err.splitlines()
     message = "cannot load model demo: device cpu cannot load it: its process ended with -9"
-    assert line.endswith(f"ERROR service.engine: {message}")
+    assert line.endswith(f"ERROR service.engine.engine: {message}")
 
 
 def test_a_model_that_one_device_cannot_load_is_said_while_another_loads(
@@ -273,7 +273,7 @@ def test_a_model_that_one_device_cannot_load_is_said_while_another_loads(
     assert company.run(lambda: None) == 1
     gate.set()
     [line] = capfd.readouterr().err.splitlines()
-    assert line.endswith("ERROR service.engine: cannot load model demo: there are no weights")
+    assert line.endswith("ERROR service.engine.engine: cannot load model demo: there are no weights")
 
 
 def test_a_devices_process_that_does_not_end_is_killed(
@@ -342,7 +342,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(
     company = start(CopyingEncoder(), num_servers=1, load=fail, log_level="error")
     assert company.run(lambda: None) == 1
     [line] = capfd.readouterr().err.splitlines()
-    assert line.endswith("ERROR service.engine: cannot load model demo: there are no weights")
+    assert line.endswith("ERROR service.engine.engine: cannot load model demo: there are no weights")
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
 
