@@ -37,8 +37,8 @@ def _handlers() -> Iterator[None]:
 def start() -> Iterator[Callable[..., Process]]:
     running: list[Process] = []
 
-    def start_process(*flags: str, environ: Mapping[str, str] = {}) -> Process:
-        running.append(Process("--port", "0", "--device", "cpu", *flags, environ=environ))
+    def start_process(*flags: str, environ: Mapping[str, str] = {}, is_anew: bool = False) -> Process:
+        running.append(Process("--port", "0", "--device", "cpu", *flags, environ=environ, is_anew=is_anew))
         return running[-1]
 
     yield start_process
@@ -47,7 +47,7 @@ def start() -> Iterator[Callable[..., Process]]:
 
 
 def test_serves_and_stops_with_0_after_what_was_in_flight(start: Callable[..., Process]) -> None:
-    process = start("--data-parallel-size", "2").ready()
+    process = start("--data-parallel-size", "2", is_anew=True).ready()
     assert "on cpu:0, cpu:1" in process.log[-1]
     answer = httpx.post(f"{process.url}/embed", content=encode_image(), headers={"content-type": "image/png"})
     assert answer.status_code == 200
@@ -155,7 +155,7 @@ def test_a_signal_while_loading_is_not_kept_waiting(start: Callable[..., Process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_during_the_start_ends_with_0(start: Callable[..., Process], number: int) -> None:
     for delay_s in (0.0, 0.1, 1.0):
-        process = start().listening()
+        process = start(is_anew=True).listening()
         time.sleep(delay_s)
         process.signal(number)
         assert process.exit_code() == 0
@@ -180,7 +180,8 @@ def test_what_needs_no_model_does_not_wait_for_torch(arguments: list[str], code:
 @pytest.mark.parametrize("api_servers", ["1", "2"])
 def test_a_port_in_use_exits_with_1_and_one_line(start: Callable[..., Process], api_servers: str) -> None:
     with listen("127.0.0.1", 0) as taken:
-        process = start("--port", str(taken.getsockname()[1]), "--api-server-count", api_servers)
+        flags = ("--port", str(taken.getsockname()[1]), "--api-server-count", api_servers)
+        process = start(*flags, is_anew=True)
         assert process.exit_code() == 1
     [line] = process.log
     assert "cannot listen on 127.0.0.1" in line

@@ -105,5 +105,7 @@ def test_a_device_that_finishes_nothing_holds_no_one_and_ends_the_process_with_1
     assert codes == {(504, "deadline_exceeded"): 4}
     assert process.exit_code() == 1
     [lost, *rest] = [line for line in process.log if FAULT.search(line)]
-    assert "CRITICAL service.engine.engine: device cpu is lost: it has work and finished nothing for 3 s" in lost
+    assert (
+        "CRITICAL service.engine.engine: device cpu is lost: it has work and finished nothing for 3 s" in lost
+    )
     assert all("the process ends without it" in line for line in rest)

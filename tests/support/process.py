@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
 import socket
@@ -10,9 +11,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from multiprocessing.connection import Connection
 
 import httpx
 
+from tests.support import forkserver
 from tests.support.app import encode_image
 from tests.support.project import ROOT
 
@@ -20,19 +23,20 @@ from tests.support.project import ROOT
 class Process:
     """A server of its own, in a process group of its own, with what it has logged so far.
 
-    Its log is read as it is written: a full pipe would hold the server up.
+    Its log is read as it is written: a full pipe would hold the server up. The process is forked from one
+    that has imported the service already; with `is_anew` it is a new interpreter, for tests of the start.
     """
 
-    def __init__(self, *flags: str, environ: Mapping[str, str] = {}) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "service", "serve", *flags],
-            cwd=ROOT,
-            env={**os.environ, **environ},
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            process_group=0,
-        )
+    def __init__(self, *flags: str, environ: Mapping[str, str] = {}, is_anew: bool = False) -> None:
+        out, their_out = multiprocessing.Pipe(duplex=False)
+        err, their_err = multiprocessing.Pipe(duplex=False)
+        start = _start_interpreter if is_anew else forkserver.serve
+        self._process = start(list(flags), environ, their_out, their_err)
+        their_out.close()
+        their_err.close()
+        self._out, self._err = (os.fdopen(os.dup(end.fileno())) for end in (out, err))
+        out.close()
+        err.close()
         self.pid = self._process.pid
         self._unread: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # None: the log has ended
         self._reader = threading.Thread(target=self._read)
@@ -41,8 +45,7 @@ class Process:
         self.url = ""
 
     def _read(self) -> None:
-        assert self._process.stderr is not None
-        for line in self._process.stderr:
+        for line in self._err:
             self._unread.put(line.rstrip("\n"))
         self._unread.put(None)
 
@@ -66,8 +69,7 @@ class Process:
 
     def exit_code(self) -> int:
         code = self._process.wait(timeout=30)
-        assert self._process.stdout is not None
-        assert self._process.stdout.read() == ""
+        assert self._out.read() == ""
         self._reader.join()
         while not self._unread.empty():
             line = self._unread.get()
@@ -82,9 +84,21 @@ class Process:
         self._close()
 
     def _close(self) -> None:
-        for pipe in (self._process.stdout, self._process.stderr):
-            assert pipe is not None
-            pipe.close()
+        self._out.close()
+        self._err.close()
+
+
+def _start_interpreter(
+    flags: list[str], environ: Mapping[str, str], out: Connection, err: Connection
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "service", "serve", *flags],
+        cwd=ROOT,
+        env={**os.environ, **environ},
+        stdout=out.fileno(),
+        stderr=err.fileno(),
+        process_group=0,
+    )
 
 
 class SlowUpload:
