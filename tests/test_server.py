@@ -225,7 +225,7 @@ from service import server
 from service.__main__ import address, listen
 from service.app import create_app
 from service.config.settings import Settings
-from tests.conftest import FakeEncoder, FakeRunning, fake_replicas
+from tests.support.app import FakeEncoder, FakeRunning, fake_replicas
 
 class Wide(FakeEncoder):  # so many numbers that the answer fills every buffer on the way
     def launch(self, items):
