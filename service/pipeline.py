@@ -199,7 +199,7 @@ class Pipeline:
     ) -> tuple[Sequence[ImageFacts], Sequence[torch.Tensor]]:
         """Fetches, decodes, queues and encodes: the ticket is at one of these steps until it ends."""
         ticket = Ticket(context.started_at + self._timeout_s)
-        with watch(request.receive, lambda: self._batcher.leave(ticket)):
+        with watch(request.receive, lambda: self._batcher.cancel(ticket)):
             files = await self._fetch(images, context, permit)
             started = time.perf_counter()
             preparation = Preparation(self._preparer, files, options, ticket, self._source.encoder)
@@ -210,7 +210,7 @@ class Pipeline:
             except Abandoned:
                 raise ClientDisconnect from None
             finally:
-                self._batcher.leave(ticket)
+                self._batcher.cancel(ticket)
                 preparation.drop()
                 context.stages_s.update(ticket.stages_s(started))
         return preparation.facts, embeddings

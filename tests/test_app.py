@@ -290,7 +290,7 @@ def test_a_full_server_refuses_before_anything_is_done(service: Service) -> None
 
     async def fill() -> Ticket:
         filling = Ticket()
-        batcher.admit(filling, batcher.limit_tokens)
+        batcher.reserve(filling, batcher.limit_tokens)
         return filling
 
     async def body() -> Any:
@@ -304,7 +304,7 @@ def test_a_full_server_refuses_before_anything_is_done(service: Service) -> None
     assert service.get("/readyz").status_code == 200
     assert service.metric("requests_total", route="/embed", status="429") == 1
     assert service.metric("errors_total", code="queue_full") == 1
-    batcher.leave(filling)
+    batcher.cancel(filling)
     assert service.embed(encode_image()).status_code == 200
 
 

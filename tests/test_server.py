@@ -128,11 +128,11 @@ def test_after_the_delay_newcomers_are_refused_and_the_admitted_finish(
 ) -> None:
     server = start(holding(gate), shutdown_delay_s=0.3)
     first = server.embed_later()
-    eventually(lambda: server.engine.num_admitted == 1)
+    eventually(lambda: server.engine.num_accepted == 1)
     server.stop()
     eventually(lambda: server.engine.state is State.LEAVING)
     second = server.embed_later()  # during the delay
-    eventually(lambda: server.engine.num_admitted == 2)
+    eventually(lambda: server.engine.num_accepted == 2)
     eventually(lambda: server.engine.state is State.DRAINING)
     newcomer = server.embed()
     assert failed_code(newcomer) == (503, "draining")
@@ -146,7 +146,7 @@ def test_after_the_delay_newcomers_are_refused_and_the_admitted_finish(
 def test_without_a_delay_newcomers_are_refused_at_once(start: Start, gate: threading.Event) -> None:
     server = start(holding(gate))
     first = server.embed_later()
-    eventually(lambda: server.engine.num_admitted == 1)
+    eventually(lambda: server.engine.num_accepted == 1)
     server.stop()
     eventually(lambda: server.engine.state is State.DRAINING)
     assert failed_code(server.embed()) == (503, "draining")
@@ -176,7 +176,7 @@ def test_a_stuck_device_is_told_to_callers_and_probes_and_ends_the_server(
 ) -> None:
     server = start(holding(gate), device_timeout_s=0.4)
     upload = SlowUpload(server.url)  # keeps the server from ending before the probes were asked
-    eventually(lambda: server.engine.num_admitted == 1)
+    eventually(lambda: server.engine.num_accepted == 1)
     waiting = [server.embed_later() for _ in range(5)]  # on the device, and behind it
     for answer in waiting:
         assert failed_code(answer()) == (503, "device_failed")
@@ -193,7 +193,7 @@ def test_a_stuck_device_is_told_to_callers_and_probes_and_ends_the_server(
 def test_a_server_that_fails_closes_connections_from_its_next_answer_on(start: Start) -> None:
     server = start()
     upload = SlowUpload(server.url)
-    eventually(lambda: server.engine.num_admitted == 1)
+    eventually(lambda: server.engine.num_accepted == 1)
     assert "connection" not in server.client.get("/healthz").headers
     server.engine.batcher.lose("fake", DeviceError("fake", RuntimeError("gone")))
     answer = server.client.get("/healthz")
@@ -206,7 +206,7 @@ def test_with_one_stuck_device_the_others_finish_what_they_have(start: Start, ga
     other_gate = threading.Event()
     server = start(holding(gate), holding(other_gate), device_timeout_s=0.5)
     answers = [server.embed_later() for _ in range(2)]
-    eventually(lambda: server.engine.num_admitted == 2)
+    eventually(lambda: server.engine.num_accepted == 2)
     time.sleep(0.2)
     other_gate.set()  # this one gets on
     statuses = sorted(answer().status_code for answer in answers)

@@ -65,7 +65,7 @@ class Engine:
         self._lock = threading.Lock()  # of `state` and `_loading`, which the replicas' threads change too
         self._loading: set[str] = set()
         self.state = State.LOADING
-        self.num_admitted = 0
+        self.num_accepted = 0
 
     @property
     def encoder(self) -> LoadedEncoder:
@@ -173,17 +173,17 @@ class Engine:
             raise _shutting_down()
 
     @contextmanager
-    def admit(self) -> Iterator[None]:
+    def accept(self) -> Iterator[None]:
         """One request, which will be finished even if the server is told to stop meanwhile.
 
         Raises `Unavailable` where it is not taken.
         """
         self._check_taking()
-        self.num_admitted += 1
+        self.num_accepted += 1
         try:
             yield
         finally:
-            self.num_admitted -= 1
+            self.num_accepted -= 1
 
     def _on_served(self, replica: ServingReplica, serving: Future[None]) -> None:
         error = ended_early(replica, serving)
@@ -213,7 +213,7 @@ class Engine:
     @property
     def is_idle(self) -> bool:
         """Nothing was admitted that has not ended, and no device is at work."""
-        return not self.num_admitted and self.batcher.is_idle
+        return not self.num_accepted and self.batcher.is_idle
 
     def leave(self) -> None:
         """Is no longer ready from now on, but still takes requests; one that still loads takes none."""

@@ -123,7 +123,7 @@ class Preparation:
             hidden_size=encoder.hidden_size,
             width=encoder.width,
         )
-        shared.batcher.admit(self._ticket, total)
+        shared.batcher.reserve(self._ticket, total)
 
     def decode(self, index: int) -> None:
         """One image. Whoever is last queues them all, or ends the request with its first broken image."""

@@ -1,46 +1,34 @@
-"""The queue between requests and devices: admission by tokens, order, batches, failures.
+"""The queue between requests and devices, for many threads.
 
-First in, first out. No timer by default: a batch forms while the device is busy, and a device takes what
-waits as soon as it has a place for a batch. Requests and devices call it from their own threads; nothing in
-it waits but `take` and `wait`. Knows tokens, tickets and devices; nothing of HTTP, images or the encoder.
+    request:  reserve ──► put ──► … ──► its ticket ends
+    device:   take ──► run (`models/replica.py`) ──► `_finished` hands out the embeddings, and again
+
+`QueueState` decides; `Batcher` locks, waits and wakes. Requests and devices call it from their own threads.
+Only `take` and `wait` block.
 """
 
 from __future__ import annotations
 
-import logging
-import math
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 from models import BatchResult, BatchStats, DeviceError, EncodeItem
-from service.errors import (
-    DeadlineExceeded,
-    InternalError,
-    TooLarge,
-    TooManyRequests,
-    Unavailable,
-    image_param,
-)
-from service.queue.queue_records import Device, Entry, QueueLimits
+from service.queue.queue_records import DeviceRecord, QueueLimits, TakenBatch
+from service.queue.queue_state import QueueState
 from service.queue.tally import OwnTally, Tally
 from service.queue.ticket import Abandoned, Ticket, settle
 
-logger = logging.getLogger(__name__)
-
-# The images of a batch, and the future that its result goes to.
-Batch = tuple[Sequence[EncodeItem], Future[BatchResult]]
-
-_MIN_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 1, 10
+# The images of a batch, and the future that takes its result.
+Job = tuple[Sequence[EncodeItem], Future[BatchResult]]
 
 
 class Batcher:
-    """`observe` is told of every batch that a device finished, `on_lost` of a device that failed.
+    """Calls `observe` for every batch that a device finished, and `on_lost` for a device that failed.
 
-    `reserved` is the tally of tokens, for a queue that shares its limit with those of other processes.
+    `reserved` is the tally of reserved tokens, if the limit is shared with other processes.
     """
 
     def __init__(
@@ -51,308 +39,189 @@ class Batcher:
         on_lost: Callable[[DeviceError], None],
         reserved: Tally | None = None,
     ) -> None:
-        self._limits = limits
+        self._state = QueueState(limits, reserved or OwnTally())
         self._observe = observe
         self._on_lost = on_lost
         self._changed = threading.Condition(threading.Lock())
-        self._waiting: OrderedDict[Entry, None] = OrderedDict()
-        self._entries: dict[Ticket, list[Entry]] = {}  # of requests that were queued and have not ended
-        self._devices: dict[str, Device] = {}
-        self._waiting_tokens = 0
-        self._is_closed = False
-        self._reserved = reserved or OwnTally()  # tokens admitted, and not taken by a device yet
 
     # For the metrics
 
     @property
     def waiting_images(self) -> int:
-        return len(self._waiting)
+        return len(self._state.waiting)
 
     @property
     def waiting_tokens(self) -> int:
-        return self._waiting_tokens
+        return self._state.waiting_tokens
 
     @property
     def reserved_tokens(self) -> int:
-        """Admitted here, and not taken by a device yet."""
-        return self._reserved.own
+        """Reserved here, and not taken by a device yet."""
+        return self._state.reserved_tokens
 
     @property
     def limit_tokens(self) -> int:
-        return self._limits.max_queue_tokens * max(1, len(self._devices))
+        return self._state.limit_tokens
 
     @property
     def is_idle(self) -> bool:
         """Nothing waits and nothing runs."""
         with self._changed:
-            return not self._waiting and not any(device.batches for device in self._devices.values())
+            return self._state.is_idle
 
     # For requests
 
     def check_room(self) -> None:
-        """Raises `TooManyRequests` where not one token more would be admitted."""
-        if self._reserved.total >= self.limit_tokens:
-            raise self._full()
+        """As `QueueState.check_room`. Takes no lock: the answer may be a moment out of date."""
+        self._state.check_room()
 
-    def admit(self, ticket: Ticket, num_tokens: int) -> None:
-        """Reserves room for all images of a request.
-
-        Raises `TooManyRequests` while they do not fit, `TooLarge` if they never could, and `Unavailable` once
-        no device is left.
-        """
-        if num_tokens > self.limit_tokens:
-            raise TooLarge(
-                f"the images make {num_tokens} tokens, and the queue holds {self.limit_tokens}",
-                code="too_many_tokens",
-            )
+    def reserve(self, ticket: Ticket, num_tokens: int) -> None:
+        """As `QueueState.reserve`."""
         with self._changed:
-            if self._has_lost_all:
-                raise _device_failed()
-            if self._reserved.total + num_tokens > self.limit_tokens:
-                raise self._full()
-            if not ticket.ended:
-                self._reserved.own += num_tokens
-                ticket.reserved_tokens = num_tokens
+            self._state.reserve(ticket, num_tokens)
 
     def put(self, ticket: Ticket, items: Sequence[EncodeItem]) -> None:
-        """Queues the images of a request that was admitted, unless it has ended meanwhile."""
+        """As `QueueState.put`."""
         with self._changed:
-            if ticket.ended:
-                return
-            if self._has_lost_all:
-                self._end(ticket, _device_failed())
-                return
-            ticket.queued(len(items), time.perf_counter())
-            entries = [Entry(ticket, index, item) for index, item in enumerate(items)]
-            self._entries[ticket] = entries
-            for entry in entries:
-                self._waiting[entry] = None
-                self._waiting_tokens += entry.num_tokens
-            self._changed.notify_all()
+            self._state.put(ticket, items, time.perf_counter())
+            self._wake()
 
     def fail(self, ticket: Ticket, error: Exception) -> None:
-        """Ends a request with an error, unless it has ended. What no device has taken is dropped."""
+        """Ends a request with an error, unless it has ended. Its images that still wait are dropped."""
         with self._changed:
-            self._end(ticket, error)
+            self._state.end(ticket, error)
+            self._settle()
 
-    def leave(self, ticket: Ticket) -> None:
-        """Nobody waits for the ticket any more."""
+    def cancel(self, ticket: Ticket) -> None:
+        """The caller no longer waits for the ticket."""
         if not ticket.ended:
             self.fail(ticket, Abandoned())
 
     # For devices
 
     def add_device(self, name: str) -> DeviceQueue:
-        """One more device will take batches; the queue grows by its share."""
-        self._devices[name] = Device()
+        """Adds a device that will take batches. The limit of the queue grows by the share of one device."""
+        self._state.devices[name] = DeviceRecord()
         return DeviceQueue(self, name)
 
-    def take(self, name: str) -> Batch | None:
-        """The next batch for a device that has a place for one; waits until there is one. None: no more."""
-        device = self._devices[name]
+    def take(self, name: str) -> Job | None:
+        """Waits for the next batch of a device that has room for one. None if there will be no more."""
+        state = self._state
         with self._changed:
-            while self._waits_for_batch(device):
-                if self._due_in_s() == 0 and not self._leaves_it(device):
-                    batch = self._take(name, device, self._num_idle_but(device))
+            while state.is_serving(name):
+                if self._is_due_for(name):
+                    batch = self._take(name, state.num_idle_others(name))
                     if batch is not None:
-                        return batch
-                self._wait(device)
+                        return self._job(name, batch)
+                self._wait(name)
         return None
 
     def wait(self, name: str) -> bool:
-        """Waits until something is due for a device that has to be asked for a place. False: no more."""
-        device = self._devices[name]
+        """Waits until a batch may be taken. False if there will be no more.
+
+        For a device in another process, which has to be asked for room before a batch is formed.
+        """
         with self._changed:
-            while self._waits_for_batch(device):
-                due_s = self._due_in_s()
+            while self._state.is_serving(name):
+                due_s = self._state.due_in_s(time.perf_counter())
                 if due_s == 0:
                     return True
                 self._changed.wait(due_s)
         return False
 
-    def poll(self, name: str, num_idle_others: int) -> Batch | None:
-        """What is due, for a device that has a place; beside it so many devices have nothing to do."""
-        device = self._devices[name]
+    def poll(self, name: str, num_idle_others: int) -> Job | None:
+        """A batch for a device that has room for one, if one may be taken now; else None.
+
+        `num_idle_others` other devices are idle.
+        """
         with self._changed:
-            if self._waits_for_batch(device) and self._due_in_s() == 0:
-                return self._take(name, device, num_idle_others)
+            if self._state.is_serving(name) and self._state.due_in_s(time.perf_counter()) == 0:
+                batch = self._take(name, num_idle_others)
+                if batch is not None:
+                    return self._job(name, batch)
         return None
 
     def lose(self, name: str, error: DeviceError) -> None:
-        """Ends the requests that a device was at work on, and those that wait if it was the last."""
-        device = self._devices[name]
+        """Ends the requests that a device was working on; with the last device, all waiting ones, too."""
         with self._changed:
-            if device.is_lost:
-                return
-            device.is_lost = True
-        self._on_lost(error)  # before any caller can be told, and ask a probe
+            is_news = self._state.mark_lost(name)
+        if not is_news:
+            return
+        self._on_lost(error)  # before a caller gets its error and asks a probe
         with self._changed:
-            lost = [entry.ticket for entries in device.batches.values() for entry in entries]
-            device.batches.clear()
-            if self._has_lost_all:
-                lost += [entry.ticket for entry in self._waiting]
-            for ticket in lost:
-                self._end(ticket, _device_failed())
-            self._changed.notify_all()
+            self._state.end_lost(name)
+            self._wake()
 
     def is_lost(self, name: str) -> bool:
         """Whether a device has been given up."""
-        return self._devices[name].is_lost
+        return self._state.devices[name].is_lost
 
     def stuck_devices(self, timeout_s: float) -> list[str]:
-        """Devices that have had work for so long and finished none of it."""
-        since = time.perf_counter() - timeout_s
+        """As `QueueState.stuck_devices`."""
         with self._changed:
-            return [
-                name
-                for name, device in self._devices.items()
-                if device.batches and device.last_progress_at < since
-            ]
+            return self._state.stuck_devices(timeout_s, time.perf_counter())
 
     def close(self) -> None:
-        """Lets every `take` and `wait` return."""
+        """Makes every `take` and `wait` return."""
         with self._changed:
-            self._is_closed = True
+            self._state.is_closed = True
             self._changed.notify_all()
 
-    def _finished(self, name: str, batch: Future[BatchResult]) -> None:
+    def _finished(self, name: str, number: int, done: Future[BatchResult]) -> None:
         """Runs in the thread that waited for the device."""
-        error = batch.exception()
+        error = done.exception()
         if isinstance(error, DeviceError):
             self.lose(name, error)
             return
         try:
             if error is None:
-                for stats in batch.result().stats:
-                    self._observe(stats)  # before the callers look
+                for stats in done.result().stats:
+                    self._observe(stats)  # before the callers get their answers and read the metrics
         finally:
             with self._changed:
-                self._take_back(self._devices[name], batch, error)
-                self._changed.notify_all()
+                if error is None:
+                    self._state.finish(name, number, done.result(), time.perf_counter())
+                else:
+                    self._state.fail(name, number, error, time.perf_counter())
+                self._wake()
 
-    # All below is called under the lock; `_full` also without it, where it may be a little out of date
+    # The rest is called with the lock held.
 
-    def _waits_for_batch(self, device: Device) -> bool:
-        return not (self._is_closed or device.is_lost)
+    def _is_due_for(self, name: str) -> bool:
+        is_due = self._state.due_in_s(time.perf_counter()) == 0
+        return is_due and not self._state.leaves_to_others(name)
 
-    def _wait(self, device: Device) -> None:
-        """Until something changes, or what waits is due."""
-        due_s = self._due_in_s()
-        if due_s == 0 and not self._leaves_it(device):
-            return  # it has become due just now
+    def _take(self, name: str, num_idle_others: int) -> TakenBatch | None:
+        batch = self._state.take(name, num_idle_others, time.perf_counter())
+        self._settle()  # requests past their deadline
+        if batch is not None and self._state.waiting:
+            self._changed.notify_all()  # busy devices may have left the rest to this one, which was idle
+        return batch
+
+    def _job(self, name: str, batch: TakenBatch) -> Job:
+        future: Future[BatchResult] = Future()
+        future.add_done_callback(partial(self._finished, name, batch.number))
+        return batch.items, future
+
+    def _wait(self, name: str) -> None:
+        """Waits until something changes, or until a batch may be taken."""
+        due_s = self._state.due_in_s(time.perf_counter())
+        if due_s == 0 and not self._state.leaves_to_others(name):
+            return  # it became due just now
+        device = self._state.devices[name]
         device.is_waiting = True
         self._changed.wait(due_s or None)
         device.is_waiting = False
 
-    @property
-    def _has_lost_all(self) -> bool:
-        return bool(self._devices) and all(device.is_lost for device in self._devices.values())
+    def _wake(self) -> None:
+        """Wakes the coroutines of requests that have ended, and the threads of devices that wait."""
+        self._settle()
+        self._changed.notify_all()
 
-    def _take(self, name: str, device: Device, num_idle_others: int) -> Batch | None:
-        """The device's share of what waits; None where all of it was too late."""
-        share = math.ceil(self._waiting_tokens / (1 + num_idle_others))
-        entries = self._pop(min(self._limits.max_batch_tokens, share))
-        if not entries:
-            return None
-        batch: Future[BatchResult] = Future()
-        device.started(batch, entries)
-        batch.add_done_callback(partial(self._finished, name))
-        if self._waiting:  # busy devices may have left it to this one, which was idle
-            self._changed.notify_all()
-        return [entry.item for entry in entries], batch
-
-    def _leaves_it(self, device: Device) -> bool:
-        """Whether the device is busy and another one idle, which shall have what waits."""
-        return bool(device.batches) and self._num_idle_but(device) > 0
-
-    def _num_idle_but(self, device: Device) -> int:
-        return sum(other.is_idle for other in self._devices.values() if other is not device)
-
-    def _due_in_s(self) -> float | None:
-        """Seconds for which a batch that is not full waits for more, or 0; None: nothing waits."""
-        if not self._waiting:
-            return None
-        if self._waiting_tokens >= self._limits.max_batch_tokens:
-            return 0.0
-        queued_at = next(iter(self._waiting)).ticket.queued_at
-        assert queued_at is not None, "what waits was queued"
-        return max(0.0, queued_at + self._limits.max_wait_s - time.perf_counter())
-
-    def _pop(self, max_tokens: int) -> list[Entry]:
-        """Images from the front, one at least. Requests whose deadline has passed are ended on the way."""
-        entries: list[Entry] = []
-        num_tokens, now = 0, time.perf_counter()
-        while self._waiting:
-            entry = next(iter(self._waiting))
-            if entry.ticket.deadline <= now:
-                self._end(entry.ticket, DeadlineExceeded())
-                continue
-            num_tokens += entry.num_tokens
-            if entries and (num_tokens > max_tokens or entry.is_retry):
-                break
-            self._remove(entry)
-            entry.ticket.taken(now)
-            if entry.is_retry:
-                return [entry]
-            entries.append(entry)
-        return entries
-
-    def _remove(self, entry: Entry) -> None:
-        del self._waiting[entry]
-        self._waiting_tokens -= entry.num_tokens
-        if not entry.is_retry:
-            self._reserved.own -= entry.num_tokens
-            entry.ticket.reserved_tokens -= entry.num_tokens
-
-    def _take_back(self, device: Device, batch: Future[BatchResult], error: BaseException | None) -> None:
-        if device.is_lost:
-            return  # its batches were given up before
-        entries = device.finished(batch)
-        if error is None:
-            self._hand_out(entries, batch.result())
-        elif len(entries) == 1:
-            self._end(entries[0].ticket, _encoding_failed(entries[0].index, error))
-        else:
-            self._retry(entries, error)
-
-    def _hand_out(self, entries: Sequence[Entry], result: BatchResult) -> None:
-        complete: list[Ticket] = []
-        for entry, embedding in zip(entries, result.embeddings, strict=True):
-            if not entry.ticket.ended and entry.ticket.received(entry.index, embedding, result.finished_at):
-                del self._entries[entry.ticket]
-                complete.append(entry.ticket)
-        settle(complete)
-
-    def _retry(self, entries: Sequence[Entry], error: BaseException) -> None:
-        """Images of a batch that failed go back to the front, to be run one by one."""
-        logger.info("a batch of %d images failed and is run again one by one: %r", len(entries), error)
-        for entry in reversed(entries):
-            ticket = entry.ticket
-            if not ticket.ended:
-                again = Entry(ticket, entry.index, entry.item, is_retry=True)
-                self._entries[ticket].append(again)
-                self._waiting[again] = None
-                self._waiting.move_to_end(again, last=False)
-                self._waiting_tokens += again.num_tokens
-
-    def _end(self, ticket: Ticket, error: Exception) -> None:
-        if ticket.ended:
-            return
-        for entry in self._entries.pop(ticket, ()):
-            if entry in self._waiting:
-                self._remove(entry)
-        self._reserved.own -= ticket.reserved_tokens
-        ticket.failed(error)
-        settle([ticket])
-
-    def _full(self) -> TooManyRequests:
-        rate = sum(device.tokens_per_s for device in self._devices.values() if not device.is_lost)
-        seconds = math.ceil(self.reserved_tokens / rate) if rate else _MIN_RETRY_AFTER_S
-        return TooManyRequests(
-            "the queue is full",
-            code="queue_full",
-            retry_after_s=min(max(seconds, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S),
-        )
+    def _settle(self) -> None:
+        ended = self._state.pop_ended()
+        if ended:
+            settle(ended)
 
 
 class DeviceQueue:
@@ -362,7 +231,7 @@ class DeviceQueue:
         self._batcher = batcher
         self._name = name
 
-    def take(self) -> Batch | None:
+    def take(self) -> Job | None:
         """`Batcher.take` for this device."""
         return self._batcher.take(self._name)
 
@@ -370,16 +239,6 @@ class DeviceQueue:
         """`Batcher.wait` for this device."""
         return self._batcher.wait(self._name)
 
-    def poll(self, num_idle_others: int) -> Batch | None:
+    def poll(self, num_idle_others: int) -> Job | None:
         """`Batcher.poll` for this device."""
         return self._batcher.poll(self._name, num_idle_others)
-
-
-def _device_failed() -> Unavailable:
-    return Unavailable("the device failed; the server must be restarted", code="device_failed")
-
-
-def _encoding_failed(index: int, cause: BaseException) -> InternalError:
-    error = InternalError("the encoder failed on this image", param=image_param(index))
-    error.__cause__ = cause
-    return error

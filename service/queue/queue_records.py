@@ -1,19 +1,17 @@
-"""What the queue keeps account of: one image that waits or runs, and one device with what it has to do.
+"""The records of the queue: its limits, one image, one batch, and one device with its batches.
 
 Knows tokens, tickets and times; nothing of the order of the queue.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 
-from models import BatchResult, EncodeItem
+from models import EncodeItem
 from service.queue.ticket import Ticket
 
-_RATE_MEMORY = 0.9  # weight of the past in a device's average rate, for each batch
+_RATE_MEMORY = 0.9  # weight of the past in a device's average rate, at each batch
 
 
 @dataclass(frozen=True)
@@ -22,46 +20,59 @@ class QueueLimits:
 
     max_batch_tokens: int
     max_queue_tokens: int  # for each device
-    max_wait_s: float = 0.0  # for more images, while a batch is not full
+    max_wait_s: float = 0.0  # how long an image may wait for others to fill its batch
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class QueuedImage:
     """One image of a request."""
 
     ticket: Ticket
-    index: int
+    index: int  # of the image in its request
     item: EncodeItem
-    is_retry: bool = False  # its batch failed: it runs alone, and its tokens are not reserved any more
+    is_retry: bool = False  # its batch failed: it runs alone, and its tokens are no longer reserved
 
     @property
     def num_tokens(self) -> int:
         return self.item.patches.num_tokens
 
 
-class Device:
-    """What one device has to do, and when it last got on."""
+@dataclass(frozen=True, eq=False)
+class TakenBatch:
+    """Images that a device has taken. `number` names the batch when its result comes back."""
+
+    number: int
+    images: Sequence[QueuedImage]
+
+    @property
+    def items(self) -> Sequence[EncodeItem]:
+        return [image.item for image in self.images]
+
+
+class DeviceRecord:
+    """The batches of one device, and when it last finished one."""
 
     def __init__(self) -> None:
-        self.batches: dict[Future[BatchResult], Sequence[Entry]] = {}
+        self.batches: dict[int, Sequence[QueuedImage]] = {}  # by number
         self.last_progress_at = 0.0
         self.tokens_per_s = 0.0
-        self.is_waiting = False  # in `Batcher.take`
+        self.is_waiting = False  # its thread is inside `Batcher.take`
         self.is_lost = False
 
     @property
     def is_idle(self) -> bool:
         return self.is_waiting and not self.batches and not self.is_lost
 
-    def started(self, batch: Future[BatchResult], entries: Sequence[Entry]) -> None:
+    def started(self, batch: TakenBatch, now: float) -> None:
+        """The device has taken a batch. This is progress only if it had no other batch."""
         if not self.batches:
-            self.last_progress_at = time.perf_counter()
-        self.batches[batch] = entries
+            self.last_progress_at = now
+        self.batches[batch.number] = batch.images
 
-    def finished(self, batch: Future[BatchResult]) -> Sequence[Entry]:
-        """The images of the batch."""
-        entries, now = self.batches.pop(batch), time.perf_counter()
-        rate = sum(entry.num_tokens for entry in entries) / max(1e-6, now - self.last_progress_at)
+    def finished(self, number: int, now: float) -> Sequence[QueuedImage]:
+        """The device has finished a batch. Returns its images."""
+        images = self.batches.pop(number)
+        rate = sum(image.num_tokens for image in images) / max(1e-6, now - self.last_progress_at)
         self.tokens_per_s = _RATE_MEMORY * (self.tokens_per_s or rate) + (1 - _RATE_MEMORY) * rate
         self.last_progress_at = now
-        return entries
+        return images

@@ -1,6 +1,6 @@
-"""How much this process holds of what has one limit for all processes that serve together.
+"""A number that has one limit for all processes that serve together, such as reserved tokens.
 
-Knows numbers; nothing of what they count.
+Knows nothing of what it counts.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Tally(Protocol):
-    """A number that this process alone changes, and the sum of it over all processes."""
+    """`own` is the part of this process, which only this process changes; `total` is the sum of all processes."""
 
     own: int
 
@@ -18,7 +18,7 @@ class Tally(Protocol):
 
 
 class OwnTally:
-    """Of a process that serves alone."""
+    """The tally of a process that serves alone."""
 
     def __init__(self) -> None:
         self.own = 0

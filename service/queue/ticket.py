@@ -1,6 +1,6 @@
 """One request on its way through the queue, as its coroutine and the queue see it.
 
-Knows when what happened and what came back; nothing of HTTP, of decoding or of the order of the queue.
+Knows the times of its stages and its embeddings; nothing of HTTP, of decoding or of the order of the queue.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import torch
 from service.metrics import Stage
 
 # Each answer takes the event loop about half a millisecond.
-_WOKEN_AT_ONCE = 2
+_MAX_WOKEN_AT_ONCE = 2
 
 
 class Abandoned(Exception):
-    """Nobody waits for the ticket any more."""
+    """The caller no longer waits for the ticket."""
 
 
 class Ticket:
-    """Awaited by one coroutine; all else is done by the queue, under its lock. Times are `perf_counter()`."""
+    """One coroutine awaits it. The queue changes it, under its lock. Times are `time.perf_counter()`."""
 
     def __init__(self, deadline: float = float("inf")) -> None:
         self.deadline = deadline
-        self.reserved_tokens = 0  # admitted and not yet taken by a device
+        self.reserved_tokens = 0  # and not taken by a device yet
         self.ended = False
         self.queued_at: float | None = None
-        self.taken_at: float | None = None  # by the first device that took one of its images
+        self.taken_at: float | None = None  # when a device took the first of its images
         self.finished_at: float | None = None
         self._loop = asyncio.get_running_loop()
         self._settled: asyncio.Future[None] = self._loop.create_future()
@@ -39,7 +39,7 @@ class Ticket:
         self._error: Exception | None = None
 
     def stages_s(self, started_at: float) -> dict[Stage, float]:
-        """How long each stage took that has ended, in seconds; decoding began at `started_at`."""
+        """The duration of each stage that has ended, in seconds. Decoding began at `started_at`."""
         marks = (started_at, self.queued_at, self.taken_at, self.finished_at)
         stages: tuple[Stage, ...] = ("decode", "queue", "encode")
         return {
@@ -49,9 +49,9 @@ class Ticket:
         }
 
     async def embeddings(self) -> Sequence[torch.Tensor]:
-        """One for each image, in order, on the host: [hidden] if pooled, else [tokens, width].
+        """Waits for the embeddings of all images, in order, on the host: [hidden] if pooled, else [tokens, width].
 
-        Raises what the images failed with.
+        Raises the error that ended the request.
         """
         await self._settled
         if self._error is not None:
@@ -59,7 +59,7 @@ class Ticket:
             try:
                 raise error
             finally:
-                del error  # it leads here, by its traceback
+                del error  # its traceback refers to this frame
         return [embedding for embedding in self._embeddings if embedding is not None]
 
     def queued(self, num_images: int, now: float) -> None:
@@ -72,7 +72,7 @@ class Ticket:
             self.taken_at = now
 
     def received(self, index: int, embedding: torch.Tensor, now: float) -> bool:
-        """Takes one image's embedding; says whether it was the last."""
+        """Takes the embedding of one image. True if it was the last one."""
         self._embeddings[index] = embedding
         self._missing -= 1
         if self._missing == 0:
@@ -86,18 +86,18 @@ class Ticket:
 
 
 def settle(tickets: Iterable[Ticket]) -> None:
-    """Wakes up who waits for tickets that have ended, from any thread, with one call for each event loop."""
+    """Wakes the coroutines that await tickets which have ended. For any thread; one call for each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, deque[Ticket]] = defaultdict(deque)
     for ticket in tickets:
         by_loop[ticket._loop].append(ticket)
     for loop, group in by_loop.items():
-        if not loop.is_closed():  # else nobody waits any more
+        if not loop.is_closed():  # else nothing awaits them
             loop.call_soon_threadsafe(_settle, loop, group)
 
 
 def _settle(loop: asyncio.AbstractEventLoop, tickets: deque[Ticket]) -> None:
-    """A few at a time: what else the loop has to do need not wait for the answers of a whole batch."""
-    for _ in range(min(_WOKEN_AT_ONCE, len(tickets))):
+    """Wakes a few at a time, so that other work of the loop does not wait for the answers of a whole batch."""
+    for _ in range(min(_MAX_WOKEN_AT_ONCE, len(tickets))):
         ticket = tickets.popleft()
         if not ticket._settled.done():
             ticket._settled.set_result(None)

@@ -1,7 +1,7 @@
-"""Errors that hold on to nothing.
+"""Errors without references to frames.
 
-An error that is kept leads by its traceback to the frames that it came through, and by these to all that was
-worked on. Where one of them leads back to who keeps it, all of it stays until garbage is collected.
+The traceback of an error refers to the frames that it passed through, and they refer to images and tensors. If
+an object that keeps the error is among them, all of it stays in memory until the next garbage collection.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ E = TypeVar("E", bound=BaseException)
 
 
 def without_traceback(error: E) -> E:
-    """The same error, for who caught it and is about to keep it, without its frames and those of its causes.
+    """Removes the frames of an error and of its causes, before the error is kept. Returns the same error.
 
-    Where a log may want them, which is for all but `ApiError`, their lines become a note.
+    For all errors but `ApiError`, which no log shows with its trace, the lines of the trace become a note.
     """
     if not isinstance(error, ApiError):
         error.add_note("".join(traceback.format_tb(error.__traceback__)))

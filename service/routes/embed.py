@@ -14,7 +14,7 @@ PATH = "/embed"
 
 def add_routes(router: APIRouter, engine: Engine, pipeline: Pipeline) -> None:
     async def embed(request: Request) -> Response:
-        with engine.admit():
+        with engine.accept():
             return AnswerResponse(await pipeline.embed(request))
 
     router.add_api_route(

@@ -19,7 +19,7 @@ PATH = "/v1/embeddings"
 
 def add_routes(router: APIRouter, engine: Engine, pipeline: Pipeline) -> None:
     async def embeddings(request: Request) -> Response:
-        with engine.admit(), _openai_errors():
+        with engine.accept(), _openai_errors():
             return AnswerResponse(await pipeline.embed_openai(request))
 
     router.add_api_route(

@@ -83,7 +83,7 @@ def code_of_error(error: Exception) -> str:
 
 
 def admit(engine: Engine) -> None:
-    with engine.admit():
+    with engine.accept():
         pass
 
 
@@ -218,7 +218,7 @@ def test_probes_know_of_a_lost_device_before_its_callers_do(start: Start, caller
             super().failed(error)
 
     ticket.__class__ = Watched
-    engine.batcher.admit(ticket, 4)
+    engine.batcher.reserve(ticket, 4)
     engine.batcher.put(ticket, [item(4)])
     callers.error(ticket)
     assert states == [State.FAILED]
@@ -318,7 +318,7 @@ def test_an_error_of_the_caller_stays_one_on_a_lost_device(
     put(callers, engine)
 
     def refuse() -> None:
-        with engine.admit():
+        with engine.accept():
             gate.set()
             eventually(lambda: engine.state is State.FAILED)
             raise BadRequest("no image", code="invalid_image")
@@ -351,7 +351,7 @@ def test_leaving_while_loading_takes_nothing_any_more(start: Start, gate: thread
 
 def test_draining_refuses_newcomers_and_keeps_who_is_in(start: Start, callers: Callers) -> None:
     engine = start()
-    with engine.admit():
+    with engine.accept():
         engine.drain()
         assert code_of(engine.check_ready) == code_of(lambda: admit(engine)) == "draining"
         engine.check_alive()
@@ -393,7 +393,7 @@ def test_a_batch_on_the_device_keeps_it_from_closing(
     assert not engine.is_idle
     assert engine.close() is False
     for ticket in (abandoned, tickets[0]):
-        engine.batcher.leave(ticket)
+        engine.batcher.cancel(ticket)
     assert engine.batcher.waiting_images == 0
     assert engine.close() is False  # one is still on the device, though nobody waits for it
     gate.set()

@@ -405,7 +405,7 @@ def queue(max_wait_s: float = 0.0) -> Batcher:
 def put(batcher: Batcher, num_images: int) -> None:
     patches = Preprocessor(CONFIG)(np.zeros((64, 64, 3), dtype=np.uint8))
     ticket = Ticket()
-    batcher.admit(ticket, num_images * patches.num_tokens)
+    batcher.reserve(ticket, num_images * patches.num_tokens)
     batcher.put(ticket, [EncodeItem(patches, OutputSpec(pooled=True, deepstack=False))] * num_images)
 
 

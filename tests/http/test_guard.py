@@ -82,7 +82,7 @@ def fill(serve: Serve, settings: Settings) -> Iterator[Callable[..., Service]]:
 
         async def admit() -> Ticket:
             ticket = Ticket()
-            batcher.admit(ticket, batcher.limit_tokens)
+            batcher.reserve(ticket, batcher.limit_tokens)
             return ticket
 
         filled.append((service, service.runner.run(admit())))
@@ -90,7 +90,7 @@ def fill(serve: Serve, settings: Settings) -> Iterator[Callable[..., Service]]:
 
     yield start
     for service, ticket in filled:
-        service.engine.batcher.leave(ticket)
+        service.engine.batcher.cancel(ticket)
 
 
 def post_unread(service: Service, path: str, **headers: str) -> httpx.Response:

@@ -157,7 +157,7 @@ def test_behind_a_broken_image_nothing_more_is_decoded(bench: Bench) -> None:
 
 def test_nothing_is_read_for_who_left_before(bench: Bench) -> None:
     ticket, _ = bench.start(b"no image")
-    bench.batcher.leave(ticket)
+    bench.batcher.cancel(ticket)
     bench.executor.run()
     assert type(bench.callers.error(ticket)).__name__ == "Abandoned"
     assert bench.executor.work == []
@@ -167,7 +167,7 @@ def test_nothing_is_decoded_once_the_caller_left(bench: Bench) -> None:
     ticket, _ = bench.start(*[encode_image()] * 3)
     bench.executor.run()
     assert bench.preprocessor.num_decoded == 1
-    bench.batcher.leave(ticket)
+    bench.batcher.cancel(ticket)
     assert bench.batcher.reserved_tokens == 0
     bench.executor.run(1)
     bench.executor.run()
@@ -185,7 +185,7 @@ def test_what_is_not_admitted_is_not_decoded(callers: Callers) -> None:
     error = callers.error(ticket)
     assert isinstance(error, ApiError)
     assert (error.status, error.code) == (429, "queue_full")
-    bench.batcher.leave(waiting)
+    bench.batcher.cancel(waiting)
     never, _ = bench.start(*[encode_image()] * 3)
     bench.executor.run()
     assert bench.refusal(never) == (413, "too_many_tokens", None)
@@ -290,7 +290,7 @@ def test_nothing_is_decoded_for_who_left_while_it_waited_for_memory(bench: Bench
     with ThreadPoolExecutor(1) as executor, bench.memory.room(bench.memory.max_bytes, lambda: True):
         executor.submit(bench.executor.run)
         eventually(lambda: bench.memory.num_waiting == 1)
-        bench.batcher.leave(ticket)
+        bench.batcher.cancel(ticket)
         preparation.drop()
         eventually(lambda: bench.memory.num_waiting == 0)
     assert bench.preprocessor.num_decoded == 0

@@ -222,7 +222,7 @@ def test_what_does_not_wait_any_more_costs_no_place(make: Make) -> None:
     leaving, staying = company.servers
     gone = leaving.put(item(1, 1))
     company.wait_until_wanting(1)
-    leaving.batcher.leave(gone)
+    leaving.batcher.cancel(gone)
     staying.put(item(1, 2))
     company.wait_until_wanting(2)
     assert company.take().values == [2]

@@ -90,18 +90,18 @@ def test_tokens_of_all_processes_count_against_the_limit(
         queue.add_device("a")
     ours, others = queues
     first, second = callers.ticket(), callers.ticket()
-    others.admit(first, 60)
+    others.reserve(first, 60)
     with pytest.raises(TooManyRequests):
-        ours.admit(callers.ticket(), 41)
+        ours.reserve(callers.ticket(), 41)
     ours.check_room()
-    ours.admit(second, 40)
+    ours.reserve(second, 40)
     for queue in queues:
         with pytest.raises(TooManyRequests):
             queue.check_room()
     assert (ours.reserved_tokens, others.reserved_tokens) == (40, 60)
-    others.leave(first)
+    others.cancel(first)
     ours.check_room()
-    ours.leave(second)
+    ours.cancel(second)
     assert processes[2][0].total == 0
 
 

@@ -1,29 +1,30 @@
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import pytest
 
-from models import BatchResult
-from service.queue.queue_records import Device, Entry
+from service.queue.queue_records import DeviceRecord, QueuedImage, TakenBatch
 from tests.support.queueing import Callers, item
 
 
 class Clocked:
-    """A device whose batches took as long as the test says: long enough that its own time is nothing."""
+    """A device whose clock the test sets."""
 
     def __init__(self, callers: Callers) -> None:
-        self.device = Device()
+        self.device = DeviceRecord()
+        self.now = 1e6
         self._ticket = callers.ticket()
+        self._num_started = 0
 
-    def start(self, *sizes: int) -> Future[BatchResult]:
-        batch: Future[BatchResult] = Future()
-        self.device.started(batch, [Entry(self._ticket, i, item(size)) for i, size in enumerate(sizes)])
-        return batch
+    def start(self, *sizes: int) -> int:
+        """The number of a batch of images with so many tokens each."""
+        images = [QueuedImage(self._ticket, i, item(size)) for i, size in enumerate(sizes)]
+        self._num_started += 1
+        self.device.started(TakenBatch(self._num_started, images), self.now)
+        return self._num_started
 
-    def finish(self, batch: Future[BatchResult], after_s: float) -> None:
-        self.device.last_progress_at -= after_s
-        self.device.finished(batch)
+    def finish(self, number: int, after_s: float) -> None:
+        self.now += after_s
+        self.device.finished(number, self.now)
 
 
 @pytest.fixture
@@ -47,17 +48,18 @@ def test_a_batch_counts_from_the_end_of_the_one_before_it(clocked: Clocked) -> N
     assert clocked.device.tokens_per_s == pytest.approx(0.01, rel=0.01)
 
 
-def test_what_is_launched_behind_a_batch_does_not_make_the_device_get_on(clocked: Clocked) -> None:
-    """Or one that is stuck would never be found out."""
+def test_taking_another_batch_is_no_progress(clocked: Clocked) -> None:
+    """Otherwise a stuck device would never be found."""
     clocked.start(1)
-    clocked.device.last_progress_at = since = clocked.device.last_progress_at - 1e4
+    since = clocked.now
+    clocked.now += 1e4
     clocked.start(1)
     assert clocked.device.last_progress_at == since
 
 
-def test_time_without_work_is_no_time_of_the_next_batch(clocked: Clocked) -> None:
+def test_idle_time_does_not_count_for_the_next_batch(clocked: Clocked) -> None:
     clocked.finish(clocked.start(100), 1e4)
-    clocked.device.last_progress_at -= 1e6
+    clocked.now += 1e6
     clocked.finish(clocked.start(100), 1e4)
     assert clocked.device.tokens_per_s == pytest.approx(0.01, rel=0.01)
 
@@ -71,7 +73,7 @@ def test_time_without_work_is_no_time_of_the_next_batch(clocked: Clocked) -> Non
         (True, False, True, False),
     ],
 )
-def test_a_device_is_idle_while_it_waits_and_has_nothing(
+def test_a_device_is_idle_while_it_waits_and_has_no_batch(
     clocked: Clocked, is_waiting: bool, has_work: bool, is_lost: bool, is_idle: bool
 ) -> None:
     if has_work:

@@ -39,7 +39,7 @@ class Callers:
     def put(self, batcher: Batcher, *images: EncodeItem, deadline: float = float("inf")) -> Ticket:
         """The ticket of a request that is admitted and queued."""
         ticket = self.ticket(deadline)
-        batcher.admit(ticket, sum(image.patches.num_tokens for image in images))
+        batcher.reserve(ticket, sum(image.patches.num_tokens for image in images))
         batcher.put(ticket, images)
         return ticket
 

@@ -87,7 +87,7 @@ class Served:
 
     def wait_until_in_flight(self, number: int) -> None:
         """So many requests are being answered, and have been read."""
-        eventually(lambda: self.engine.num_admitted == number)
+        eventually(lambda: self.engine.num_accepted == number)
 
     def wait_until_queued(self, num_images: int) -> None:
         eventually(lambda: self.engine.batcher.waiting_images == num_images)
@@ -108,8 +108,8 @@ class Served:
 
     async def _take_all_room(self) -> None:
         ticket = Ticket()
-        self.engine.batcher.admit(ticket, self.engine.batcher.limit_tokens)
-        self.engine.batcher.leave(ticket)
+        self.engine.batcher.reserve(ticket, self.engine.batcher.limit_tokens)
+        self.engine.batcher.cancel(ticket)
 
     def _check_no_ticket_is_left(self) -> None:
         def is_none_left() -> bool:
