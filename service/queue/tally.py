@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Tally(Protocol):
-    """`own` is the part of this process, which only this process changes; `total` is the sum of all processes."""
+    """`own` is the part of this process, which no other process changes; `total` sums all processes."""
 
     own: int
 

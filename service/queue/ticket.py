@@ -49,7 +49,9 @@ class Ticket:
         }
 
     async def embeddings(self) -> Sequence[torch.Tensor]:
-        """Waits for the embeddings of all images, in order, on the host: [hidden] if pooled, else [tokens, width].
+        """Waits for the embeddings of all images, in order, on the host.
+
+        Each is [hidden] if pooled, else [tokens, width].
 
         Raises the error that ended the request.
         """
@@ -86,7 +88,7 @@ class Ticket:
 
 
 def settle(tickets: Iterable[Ticket]) -> None:
-    """Wakes the coroutines that await tickets which have ended. For any thread; one call for each event loop."""
+    """Wakes the coroutines that await these tickets. Any thread may call it. One call for each event loop."""
     by_loop: dict[asyncio.AbstractEventLoop, deque[Ticket]] = defaultdict(deque)
     for ticket in tickets:
         by_loop[ticket._loop].append(ticket)
@@ -96,7 +98,7 @@ def settle(tickets: Iterable[Ticket]) -> None:
 
 
 def _settle(loop: asyncio.AbstractEventLoop, tickets: deque[Ticket]) -> None:
-    """Wakes a few at a time, so that other work of the loop does not wait for the answers of a whole batch."""
+    """Wakes a few at a time, so that other work of the loop does not wait for a whole batch of answers."""
     for _ in range(min(_MAX_WOKEN_AT_ONCE, len(tickets))):
         ticket = tickets.popleft()
         if not ticket._settled.done():

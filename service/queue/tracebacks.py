@@ -1,7 +1,7 @@
 """Errors without references to frames.
 
-The traceback of an error refers to the frames that it passed through, and they refer to images and tensors. If
-an object that keeps the error is among them, all of it stays in memory until the next garbage collection.
+The traceback of an error refers to the frames that it passed through, and they refer to images and tensors.
+If an object that keeps the error is among them, all of it stays in memory until the next garbage collection.
 """
 
 from __future__ import annotations
