@@ -1,4 +1,7 @@
-"""What joins the app to the models: loading, being ready, failing, closing.
+"""The engine joins the app to the models: it loads the replicas, and knows whether requests are taken.
+
+    LOADING ──► READY ──► LEAVING ──► DRAINING        any state ──► FAILED
+       └────────────────────────────────▲
 
 Knows the life cycle of the replicas and the metrics of their devices; nothing of HTTP or images. The replicas
 take their batches from the queue.
@@ -19,6 +22,7 @@ from typing import Any
 
 from models import DeviceError, ModelError
 from service.answers.dtypes import dtype_name
+from service.engine.device_errors import early_end_error, stuck_error
 from service.engine.interfaces import HasReplicas, LoadedEncoder, ServingReplica
 from service.errors import Unavailable
 from service.metrics import Metrics
@@ -32,13 +36,16 @@ logger = logging.getLogger(__name__)
 class State(Enum):
     LOADING = "loading"
     READY = "ready"
-    LEAVING = "leaving"  # no longer ready, and still taking requests
-    DRAINING = "draining"
-    FAILED = "failed"
+    LEAVING = "leaving"  # no longer ready, but requests are still taken
+    DRAINING = "draining"  # accepted requests are finished, new ones are refused
+    FAILED = "failed"  # only a restart of the process helps
 
 
 class Engine:
-    """The replicas as the app sees them, from before their model is loaded to their end."""
+    """The replicas as the app sees them, from before their model is loaded to their end.
+
+    Threads of the replicas call it as well as the event loop.
+    """
 
     def __init__(
         self,
@@ -62,24 +69,24 @@ class Engine:
         self._owns_devices = owns_devices
         self._group: HasReplicas | None = None
         self._encoder: LoadedEncoder | None = None
-        self._lock = threading.Lock()  # of `state` and `_loading`, which the replicas' threads change too
+        self._lock = threading.Lock()  # guards `state` and `_loading`
         self._loading: set[str] = set()
         self.state = State.LOADING
         self.num_accepted = 0
 
     @property
     def encoder(self) -> LoadedEncoder:
-        """A loaded encoder, for what it says of itself. Its device belongs to its replica's thread."""
+        """The facts of the loaded encoder. Its device may be used only in its replica's thread."""
         assert self._encoder is not None, "the model is not loaded yet"
         return self._encoder
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The replicas' names, which metrics have as `device`."""
+        """The names of the replicas, which are the values of the metrics' label `device`."""
         return tuple(replica.name for replica in self._group.replicas) if self._group else ()
 
     def start(self) -> None:
-        """Starts the replicas' threads, which load the model. An error is a failure to load it."""
+        """Starts the threads of the replicas, which load the model. An error here counts as a failure to load."""
         try:
             self._group = self._start_replicas()
             self._serve(self._group)
@@ -94,12 +101,12 @@ class Engine:
             queues[device] = self.batcher.add_device(device)
         for replica in group.replicas:
             replica.ready.add_done_callback(partial(self._on_loaded, replica))
-            # Behind the loading, in the same thread. Nothing is queued before all are loaded.
+            # Serving follows loading in the same thread. Nothing is queued before all replicas are loaded.
             serving = replica.serve(queues[replica.name])
             serving.add_done_callback(partial(self._on_served, replica))
 
     def _on_loaded(self, replica: ServingReplica, ready: Future[Any]) -> None:
-        """Runs in the replica's thread, where nobody would hear of an error."""
+        """Runs in the thread of the replica, where an exception would go unnoticed: all are caught."""
         try:
             try:
                 self._show(replica, ready.result())
@@ -111,7 +118,7 @@ class Engine:
             self._on_load_failed(error)
 
     def _end_loading(self, replica: ServingReplica) -> bool:
-        """Says whether it was the last."""
+        """True if it was the last replica that was loading."""
         with self._lock:
             self._loading.remove(replica.name)
             return not self._loading
@@ -126,7 +133,7 @@ class Engine:
         self._metrics.set_device_up(replica.name, True)
 
     def _on_all_loaded(self, encoder: LoadedEncoder) -> None:
-        keep_what_is_loaded()
+        freeze_loaded_objects()
         self._metrics.set_info(
             model=self._model_name,
             fingerprint=encoder.fingerprint,
@@ -140,29 +147,29 @@ class Engine:
 
     def _on_load_failed(self, error: BaseException) -> None:
         if not self._enter(State.FAILED, [State.LOADING, State.DRAINING]):
-            return  # another replica has said it
+            return  # another replica has reported it
         trace = None if isinstance(error, ModelError) else error
         logger.error("cannot load model %s: %s", self._model_name, error, exc_info=trace)
 
     def check_alive(self) -> None:
-        """Raises `Unavailable` once restarting the process is the only help."""
+        """Raises `Unavailable` if only a restart of the process helps."""
         if self.state is State.FAILED:
             raise Unavailable("the device failed; the server must be restarted", code="device_failed")
 
     def check_loaded(self) -> None:
-        """Raises `Unavailable` unless `encoder` can be asked."""
+        """Raises `Unavailable` until `encoder` is there."""
         self.check_alive()
         if self.state is State.LOADING or self._encoder is None:
             raise Unavailable("the model is still being loaded", code="not_ready")
 
     def check_ready(self) -> None:
-        """Raises `Unavailable` unless new requests are wanted."""
+        """Raises `Unavailable` unless the server is ready for new requests."""
         self._check_taking()
         if self.state is State.LEAVING:
             raise _shutting_down()
 
     def check_room(self) -> None:
-        """Raises `Unavailable` or `TooManyRequests` where any new request would be refused."""
+        """Raises `Unavailable` or `TooManyRequests` if every new request would be refused."""
         self._check_taking()
         self.batcher.check_room()
 
@@ -174,9 +181,9 @@ class Engine:
 
     @contextmanager
     def accept(self) -> Iterator[None]:
-        """One request, which will be finished even if the server is told to stop meanwhile.
+        """Accepts one request, which will be finished even if the server is told to stop meanwhile.
 
-        Raises `Unavailable` where it is not taken.
+        Raises `Unavailable` if the request is not taken.
         """
         self._check_taking()
         self.num_accepted += 1
@@ -186,48 +193,48 @@ class Engine:
             self.num_accepted -= 1
 
     def _on_served(self, replica: ServingReplica, serving: Future[None]) -> None:
-        error = ended_early(replica, serving)
+        error = early_end_error(replica, serving)
         if error is not None:
             self.batcher.lose(replica.name, error)
 
     def _lose_device(self, error: DeviceError) -> None:
-        """One lost device ends the process, once the others have finished what was admitted."""
+        """A lost device ends the process, after the other devices have finished the accepted requests."""
         self._metrics.set_device_up(error.device, False)
         self._fail()
         if self._owns_devices:
             logger.critical("%s", error)
 
     async def watch(self, timeout_s: float) -> None:
-        """Gives own devices up that have work and finish nothing for so long. Runs until it is cancelled."""
+        """Gives up devices that have work and finish none of it for `timeout_s`. Runs until it is cancelled."""
         while self._owns_devices:
             await asyncio.sleep(min(1.0, timeout_s / 4))
             for device in self.batcher.stuck_devices(timeout_s):
-                self.batcher.lose(device, stuck(device, timeout_s))
+                self.batcher.lose(device, stuck_error(device, timeout_s))
 
     def on_watch_ended(self, watching: asyncio.Task[None]) -> None:
-        """For the task of `watch`. Without it a stuck device would keep its callers waiting unnoticed."""
+        """Called when the task of `watch` ends. Without the watch a stuck device would go unnoticed."""
         error = None if watching.cancelled() else watching.exception()
         if error is not None and self._fail():
             logger.critical("cannot watch the devices: %s", error, exc_info=error)
 
     @property
     def is_idle(self) -> bool:
-        """Nothing was admitted that has not ended, and no device is at work."""
+        """All accepted requests have ended, and no device has work."""
         return not self.num_accepted and self.batcher.is_idle
 
     def leave(self) -> None:
-        """Is no longer ready from now on, but still takes requests; one that still loads takes none."""
+        """The server is no longer ready, but still takes requests. If it is still loading, it takes none."""
         self._enter(State.LEAVING, [State.READY])
         self._enter(State.DRAINING, [State.LOADING])
 
     def drain(self) -> None:
-        """Takes no new requests from now on."""
+        """From now on, new requests are refused."""
         self._enter(State.DRAINING, [State.LOADING, State.READY, State.LEAVING])
 
     def close(self) -> bool:
-        """Ends the replicas' threads if they have nothing to do; else they can only end with the process.
+        """Ends the threads of the replicas, if they have no work. False if some can only end with the process.
 
-        Loading cannot be interrupted, and a batch that outlived the grace at shutdown may never end.
+        Loading cannot be interrupted, and a batch that is still running after the grace period may never end.
         """
         if self._group is None:
             return True
@@ -244,13 +251,13 @@ class Engine:
         return len(ending) == len(self._group.replicas)
 
     def _fail(self) -> bool:
-        """From any other state; says whether it did."""
+        """Enters FAILED from any other state. False if it had failed already."""
         return self._enter(State.FAILED, [state for state in State if state is not State.FAILED])
 
-    def _enter(self, state: State, come_from: Sequence[State]) -> bool:
-        """Changes the state if it is one of those; says whether it did."""
+    def _enter(self, state: State, expected: Sequence[State]) -> bool:
+        """Changes the state if it is one of `expected`. False if it is not."""
         with self._lock:
-            if self.state not in come_from:
+            if self.state not in expected:
                 return False
             self.state = state
             self._metrics.ready.set(state is State.READY)
@@ -261,20 +268,7 @@ def _shutting_down() -> Unavailable:
     return Unavailable("the server is shutting down", code="draining")
 
 
-def keep_what_is_loaded() -> None:
-    """What is loaded stays. Collecting garbage among it would stop the process for half a second."""
+def freeze_loaded_objects() -> None:
+    """Excludes the loaded model from garbage collection, which would stop the process for half a second."""
     gc.collect()
     gc.freeze()
-
-
-def ended_early(replica: ServingReplica, serving: Future[None]) -> DeviceError | None:
-    """A thread that takes no batches any more, and was not told to end, has lost its device."""
-    error = serving.exception()
-    if error is None or replica.ready.exception() is not None:
-        return None
-    return DeviceError(replica.name, error)
-
-
-def stuck(device: str, timeout_s: float) -> DeviceError:
-    """The loss of a device that does not get on."""
-    return DeviceError(device, TimeoutError(f"it has work and finished nothing for {timeout_s:g} s"))

@@ -1,4 +1,4 @@
-"""What the service knows of replicas and of their encoder, be they in this process or in another."""
+"""The interfaces of replicas and of their encoder, which may be in this process or in another."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.queue.batcher import DeviceQueue
 
 
 class HasGraphs(Protocol):
-    """What is said of an encoder's CUDA graphs."""
+    """The facts about an encoder's CUDA graphs. `graphs` holds the captured budgets, in tokens."""
 
     @property
     def graphs(self) -> Collection[int]: ...
@@ -29,7 +29,7 @@ class HasGraphs(Protocol):
 
 
 class LoadedEncoder(Protocol):
-    """What the service knows of an encoder: a `VisionEncoder`, or the facts of one in another process."""
+    """The facts about an encoder: a `VisionEncoder`, or what another process says of its own."""
 
     @property
     def revision(self) -> str | None: ...
@@ -60,7 +60,7 @@ class LoadedEncoder(Protocol):
 
 
 class ServingReplica(Protocol):
-    """A `Replica`, or what stands for one of another process."""
+    """A `Replica`, or a stand-in for the replica in another process."""
 
     @property
     def name(self) -> str: ...
@@ -74,7 +74,7 @@ class ServingReplica(Protocol):
 
 
 class HasReplicas(Protocol):
-    """All replicas that load the same model."""
+    """All replicas of one model."""
 
     @property
     def replicas(self) -> Sequence[ServingReplica]: ...

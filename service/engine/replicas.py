@@ -1,4 +1,4 @@
-"""From the settings to replicas that are loading: which devices, and which graphs on them."""
+"""Starts the replicas that the settings ask for: on which devices, and with which CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from service.config.settings import Settings
 
 
 def load_replicas(settings: Settings) -> ReplicaGroup:
-    """Replicas of the model that the settings name, each loading in its own thread.
+    """Starts the replicas of the model that the settings name. Each loads in a thread of its own.
 
-    Raises `ModelError` where the devices that they ask for are not here.
+    Raises `ModelError` if a device that the settings ask for is not there.
     """
     devices = replica_devices(settings.device, settings.data_parallel_size)
     use_cores_for_requests(devices.values())
@@ -23,7 +23,7 @@ def load_replicas(settings: Settings) -> ReplicaGroup:
 
 
 def load_replica(settings: Settings, name: str) -> Replica:
-    """The replica of that name alone. Raises `ModelError` as `load_replicas` does."""
+    """Starts only the replica called `name`. Raises `ModelError` as `load_replicas` does."""
     device = replica_devices(settings.device, settings.data_parallel_size)[name]
     use_cores_for_requests([device])
     return _replica(settings, name, device)
@@ -45,15 +45,15 @@ def _replica(settings: Settings, name: str, device: torch.device) -> Replica:
 
 
 def use_cores_for_requests(devices: Iterable[torch.device]) -> None:
-    """Where a GPU computes, torch's calls on the CPU are short copies, which more threads only slow down."""
+    """With GPUs only, torch's calls on the CPU are short copies, which are slower with several threads."""
     if all(device.type == "cuda" for device in devices):
         torch.set_num_threads(1)
 
 
 def graph_settings(settings: Settings, device: torch.device) -> CudaGraphSettings | None:
-    """How to capture graphs on that device; None: run eagerly.
+    """How to capture CUDA graphs on a device. None: run eagerly.
 
-    Raises `ModelError` where the settings ask for graphs and the device has none.
+    Raises `ModelError` if the settings ask for graphs and the device has none.
     """
     if device.type != "cuda":
         if settings.asks_for_graphs:

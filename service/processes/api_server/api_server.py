@@ -22,7 +22,7 @@ from prometheus_client import CollectorRegistry, Metric
 from service.app import SharedProcessState, create_app
 from service.config.files import max_connections
 from service.config.settings import Settings
-from service.engine.engine import Engine, keep_what_is_loaded
+from service.engine.engine import Engine, freeze_loaded_objects
 from service.processes.api_server.gathering import Gathering
 from service.processes.api_server.remote import RemoteReplica, RemoteReplicas
 from service.processes.wire.bootstrap import join
@@ -95,7 +95,7 @@ class ApiServer(Server):
         asyncio.get_running_loop().add_reader(self._connections.fileno(), self._take_connections)
         self._line.listen(self._obey)
         # As after loading, and now, so that all are ready at the same time.
-        keep_what_is_loaded()
+        freeze_loaded_objects()
         self._line.tell(Up())
         self.started = True
 

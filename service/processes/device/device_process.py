@@ -18,7 +18,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from models import DeviceError, ModelError, Replica, VisionEncoder
 from service.config.settings import Settings
-from service.engine.engine import ended_early, keep_what_is_loaded, stuck
+from service.engine.device_errors import early_end_error, stuck_error
+from service.engine.engine import freeze_loaded_objects
 from service.engine.replicas import load_replica
 from service.processes.device.dispatcher import Dispatcher, ServerLines
 from service.processes.wire.bootstrap import join
@@ -90,7 +91,7 @@ class Device:
     def _on_loaded(self, ready: Future[VisionEncoder]) -> None:
         error = ready.exception()
         if error is None:
-            keep_what_is_loaded()
+            freeze_loaded_objects()
             self._tell_loaded(EncoderFacts.of(ready.result()))
         else:
             self._tell(DeviceLoaded(Fault.of(error)))
@@ -117,7 +118,7 @@ class Device:
         return 3 * preprocessor.config.factor**2 * num_tokens
 
     def _on_served(self, replica: Replica, serving: Future[None]) -> None:
-        error = ended_early(replica, serving)
+        error = early_end_error(replica, serving)
         if error is not None:
             self._lose(error)
 
@@ -125,7 +126,7 @@ class Device:
         while True:
             await asyncio.sleep(min(1.0, timeout_s / 4))
             if dispatcher.is_stuck(timeout_s):
-                self._lose(stuck(self._setup.device, timeout_s))
+                self._lose(stuck_error(self._setup.device, timeout_s))
 
     def _lose(self, error: DeviceError) -> None:
         if not self._is_lost:

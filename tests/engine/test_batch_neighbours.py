@@ -1,4 +1,4 @@
-"""Same image, same answer, whoever its neighbours in a batch are: the app with the demo model on the CPU."""
+"""An embedding does not depend on the other images in its batch: the app with the demo model, on a CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def running(app: FastAPI, runner: asyncio.Runner) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("options", ["", "?pooling=none&deepstack=true"])
-def test_an_embedding_does_not_depend_on_its_company(options: str) -> None:
+def test_an_embedding_does_not_depend_on_its_batch_neighbours(options: str) -> None:
     rng = random.Random(11)
     noise = np.random.default_rng(11)
     images = [
