@@ -86,7 +86,7 @@ class Engine:
         return tuple(replica.name for replica in self._group.replicas) if self._group else ()
 
     def start(self) -> None:
-        """Starts the threads of the replicas, which load the model. An error here counts as a failure to load."""
+        """Starts the threads of the replicas, which load the model. An error is a failure to load."""
         try:
             self._group = self._start_replicas()
             self._serve(self._group)
@@ -205,7 +205,7 @@ class Engine:
             logger.critical("%s", error)
 
     async def watch(self, timeout_s: float) -> None:
-        """Gives up devices that have work and finish none of it for `timeout_s`. Runs until it is cancelled."""
+        """Gives up devices that have work and finish none of it for `timeout_s`. Runs until cancelled."""
         while self._owns_devices:
             await asyncio.sleep(min(1.0, timeout_s / 4))
             for device in self.batcher.stuck_devices(timeout_s):
@@ -232,7 +232,7 @@ class Engine:
         self._enter(State.DRAINING, [State.LOADING, State.READY, State.LEAVING])
 
     def close(self) -> bool:
-        """Ends the threads of the replicas, if they have no work. False if some can only end with the process.
+        """Ends the threads of the replicas if they have no work. False if some end only with the process.
 
         Loading cannot be interrupted, and a batch that is still running after the grace period may never end.
         """
