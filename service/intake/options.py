@@ -6,7 +6,7 @@ Knows the table of options and what they mean to the encoder; nothing of bodies,
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar, cast, get_args
+from typing import cast, get_args
 from urllib.parse import parse_qsl
 
 from service.answers.answer_options import (
@@ -17,7 +17,8 @@ from service.answers.answer_options import (
     option_conflict,
 )
 from service.answers.dtypes import TORCH_DTYPES, DtypeName
-from service.errors import BadRequest, HeadersTooLarge, NotAcceptable, printable
+from service.errors import BadRequest, printable
+from service.intake.accept import negotiate
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "pooling": ("mean", "none"),
@@ -35,11 +36,8 @@ MEDIA_TYPES: Mapping[str, EmbedFormat] = {
 }
 
 
-# What a caller writes has some 200 characters; parsing takes up to a microsecond for each.
-MAX_ACCEPT_CHARS = 4096
+# A real query has about 200 characters. Parsing takes up to a microsecond for each.
 MAX_QUERY_BYTES = 4096
-
-T = TypeVar("T")
 
 _BOOLEANS: Mapping[str, bool] = {"true": True, "1": True, "false": False, "0": False}
 
@@ -77,7 +75,7 @@ def resolve_options(sent: Mapping[str, str | bool], accept: str | None) -> Answe
     `invalid_option`, 400 `option_conflict`, and 406.
     """
     chosen, flags = _choices(sent), _flags(sent)
-    form = cast(EmbedFormat, chosen["format"]) if "format" in chosen else acceptable(accept, MEDIA_TYPES)
+    form = cast(EmbedFormat, chosen["format"]) if "format" in chosen else negotiate(accept, MEDIA_TYPES)
     values = {**_defaults(form, chosen.get("pooling")), **chosen, **flags, "format": form}
     _refuse_conflicts(values)
     return AnswerOptions(
@@ -92,7 +90,7 @@ def resolve_options(sent: Mapping[str, str | bool], accept: str | None) -> Answe
 
 def openai_options(sent: Mapping[str, str | bool], accept: str | None) -> AnswerOptions:
     """What `/v1/embeddings` answers: unit vectors in float32. Raises as `resolve_options` does."""
-    acceptable(accept, {"application/json": "openai"})
+    negotiate(accept, {"application/json": "openai"})
     encoding_format = _choices({"encoding_format": "float", **sent})["encoding_format"]
     return AnswerOptions("mean", True, False, "float32", cast(EncodingFormat, encoding_format), "openai")
 
@@ -172,54 +170,3 @@ def _invalid(name: str, value: str | bool, allowed: str) -> BadRequest:
 
 def _quoted(text: str) -> str:
     return f'"{printable(text)}"'
-
-
-def acceptable(accept: str | None, served: Mapping[str, T]) -> T:
-    """As `negotiate`. Raises `NotAcceptable` (406) too, where the header allows none of `served`."""
-    form = negotiate(accept, served)
-    if form is None:
-        raise NotAcceptable(f"this route answers {', '.join(served)}; the Accept header allows none of it")
-    return form
-
-
-def negotiate(accept: str | None, served: Mapping[str, T]) -> T | None:
-    """The format that an `Accept` header prefers among `served` (media type → format), or None.
-
-    Without a header, or between equals, the first one served. Raises `HeadersTooLarge` (431) over
-    `MAX_ACCEPT_CHARS`. Source: RFC 9110, section 12.5.1.
-    """
-    if not accept or accept == "*/*":
-        return next(iter(served.values()))
-    if len(accept) > MAX_ACCEPT_CHARS:
-        raise HeadersTooLarge(f"the Accept header has more than the {MAX_ACCEPT_CHARS} characters allowed")
-    ranges = _accept_ranges(accept)
-    best: T | None = None
-    best_quality = 0.0
-    for media_type, name in served.items():
-        quality = _quality(media_type, ranges)
-        if quality > best_quality:
-            best, best_quality = name, quality
-    return best
-
-
-def _accept_ranges(accept: str) -> dict[str, float]:
-    """Media range → q-value. A range whose q-value is no number from 0 to 1 is left out."""
-    ranges: dict[str, float] = {}
-    for part in accept.lower().split(","):
-        media_range, *parameters = (piece.strip() for piece in part.split(";"))
-        weights = [text[2:].strip() for text in parameters if text.startswith("q=")]
-        try:
-            quality = float(weights[0]) if weights else 1.0
-        except ValueError:
-            continue
-        if media_range and 0.0 <= quality <= 1.0:
-            ranges[media_range] = quality
-    return ranges
-
-
-def _quality(media_type: str, ranges: Mapping[str, float]) -> float:
-    """q-value of a media type by the most specific range that matches it."""
-    for media_range in (media_type, f"{media_type.partition('/')[0]}/*", "*/*"):
-        if media_range in ranges:
-            return ranges[media_range]
-    return 0.0

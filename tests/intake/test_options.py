@@ -8,12 +8,10 @@ import torch
 
 from models import OutputSpec
 from service.answers.answer_options import MAX_JSON_FLOATS, AnswerOptions, EmbedFormat
-from service.errors import ApiError, BadRequest, HeadersTooLarge, NotAcceptable
+from service.errors import ApiError, BadRequest, NotAcceptable
 from service.intake.options import (
-    MAX_ACCEPT_CHARS,
     MAX_QUERY_BYTES,
     check_options,
-    negotiate,
     openai_options,
     read_query,
     resolve_options,
@@ -257,25 +255,6 @@ def test_an_explicit_format_beats_the_accept_header() -> None:
     assert resolve_options({"format": "json"}, "text/html") == DEFAULTS
 
 
-@pytest.mark.parametrize(
-    ("accept", "expected"),
-    [
-        (None, "first"),
-        ("*/*", "first"),
-        ("a/two", "second"),
-        ("a/one;q=0.5, a/two", "second"),
-        ("a/one, a/two", "first"),
-        ("a/*;q=0.2, a/two;q=0.9", "second"),
-        ("a/one;q=0, */*", "second"),
-        ("b/*", None),
-    ],
-)
-def test_negotiation_takes_the_highest_weight_then_the_first(
-    accept: str | None, expected: str | None
-) -> None:
-    assert negotiate(accept, {"a/one": "first", "a/two": "second"}) == expected
-
-
 def test_query_is_read_with_escapes_and_blanks() -> None:
     assert read_query(b"") == {}
     assert read_query(b"pooling") == {"pooling": ""}
@@ -331,13 +310,6 @@ def test_json_floats_have_a_limit(sent: dict[str, str | bool], counts: tuple[int
     with pytest.raises(ApiError, match="encoding_format=base64 or.*format=safetensors") as caught:
         check()
     assert (caught.value.status, caught.value.code) == (400, "response_too_large")
-
-
-def test_an_accept_header_is_read_up_to_a_length() -> None:
-    longest = "text/html" + "," * (MAX_ACCEPT_CHARS - len("text/html"))
-    assert negotiate(longest, {"a/one": "first"}) is None
-    with pytest.raises(HeadersTooLarge):
-        negotiate(longest + ",", {"a/one": "first"})
 
 
 def test_a_query_is_read_up_to_a_length() -> None:
