@@ -14,7 +14,7 @@ from service.errors import ApiError, BadRequest, InvalidShape, image_param, prin
 from service.fetching.image_urls import ImageUrl
 from service.intake.embed_body import BodyLimits, EmbedBody, RunBlocking, check_images, too_many_images
 from service.intake.inline_images import decode_base64, decode_item, decode_url
-from service.intake.options import OPTION_NAMES
+from service.intake.options import FLAGS, OPTION_NAMES
 
 Ts = TypeVarTuple("Ts")
 
@@ -49,10 +49,11 @@ def parse_json_body(chunks: list[bytes], limits: BodyLimits) -> EmbedBody:
     for name in document:
         if name not in ("images", *OPTION_NAMES):
             raise InvalidShape(f"unknown member {printable(name)}", param=printable(name))
-    if "images" not in document:
+    images = document.pop("images", None)
+    if images is None:
         raise InvalidShape("the member images is missing", param="images")
-    options = {name: _option(name, value) for name, value in document.items() if name != "images"}
-    return EmbedBody(read_images(document["images"], limits, read_item), options)
+    options = {name: _option(name, value) for name, value in document.items() if value is not None}
+    return EmbedBody(read_images(images, limits, read_item), options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +113,12 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def _option(name: str, value: object) -> str | bool:
-    if not isinstance(value, str | bool):
-        raise InvalidShape(f"{name} must be a string or a boolean", param=name)
-    return value
+    """The value of an option as a query would state it: the numbers 1 and 0 are booleans, too."""
+    if isinstance(value, str | bool):
+        return value
+    if name in FLAGS and isinstance(value, Number):
+        return value.text
+    raise InvalidShape(f"{name} must be a {'boolean' if name in FLAGS else 'string'}", param=name)
 
 
 def read_images(

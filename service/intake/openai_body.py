@@ -34,7 +34,7 @@ def parse_openai_body(chunks: list[bytes], limits: BodyLimits, served: ServedMod
     document = load_object(chunks, '{"model": "…", "input": ["<base64>"]}')
     _check_model(document.get("model"), served)
     _check_dimensions(document.get("dimensions"), served)
-    if "input" not in document:
+    if document.get("input") is None:
         raise InvalidShape("the member input is missing", param="input")
     images = read_images(document["input"], limits, _image)
     return EmbedBody(images, _options(document.get("encoding_format")))

@@ -39,6 +39,7 @@ MEDIA_TYPES: Mapping[str, EmbedFormat] = {
 # A real query has about 200 characters. Parsing takes up to a microsecond for each.
 MAX_QUERY_BYTES = 4096
 
+# In any case: JavaScript writes `true` into a query, Python `True`.
 _BOOLEANS: Mapping[str, bool] = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -158,9 +159,9 @@ def _choice(name: str, value: str | bool) -> str:
 def _flag(name: str, value: str | bool) -> bool:
     if isinstance(value, bool):
         return value
-    if value not in _BOOLEANS:
+    if value.lower() not in _BOOLEANS:
         raise _invalid(name, value, "true or false")
-    return _BOOLEANS[value]
+    return _BOOLEANS[value.lower()]
 
 
 def _invalid(name: str, value: str | bool, allowed: str) -> BadRequest:

@@ -5,6 +5,7 @@ import pytest
 
 from service.errors import ApiError, BadRequest, InvalidShape
 from service.fetching.image_urls import ImageUrl
+from service.intake.options import OPTION_NAMES, resolve_options
 from tests.support.bodies import read
 
 JSON = "application/json"
@@ -25,6 +26,27 @@ def test_images_and_options_are_read(content_type: str) -> None:
 @pytest.mark.parametrize("item", ["AAAA", {"data": "AAAA"}, {"url": "data:,%00%00%00"}, "data:,%00%00%00"])
 def test_one_item_may_stand_without_the_list(item: Any) -> None:
     assert read(JSON, json.dumps({"images": item}).encode()).images == (b"\0\0\0",)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [(True, True), (1, True), ("True", True), (False, False), (0, False)]
+)
+def test_boolean_option_may_be_a_number(value: Any, expected: bool) -> None:
+    body = read(JSON, json.dumps({"images": "AAAA", "normalize": value}).encode())
+    assert resolve_options(body.options, None).normalize is expected
+
+
+@pytest.mark.parametrize("number", ["2", "-1", "1.0", "1e0", "1" + "0" * 5000])
+def test_other_numbers_are_refused_as_values(number: str) -> None:
+    body = read(JSON, b'{"images": "AAAA", "normalize": %s}' % number.encode())
+    with pytest.raises(BadRequest, match="normalize must be true or false") as caught:
+        resolve_options(body.options, None)
+    assert (caught.value.code, caught.value.param) == ("invalid_option", "normalize")
+
+
+def test_option_that_is_null_counts_as_missing() -> None:
+    document: dict[str, Any] = {"images": "AAAA", **dict.fromkeys(OPTION_NAMES)}
+    assert read(JSON, json.dumps(document).encode()).options == {}
 
 
 def test_urls_stand_where_they_stood() -> None:
@@ -78,7 +100,9 @@ def test_malformed_json_is_refused_with_its_place() -> None:
         ({"image": "AAAA"}, "image"),
         ({"images": "AAAA", "model": "x"}, "model"),
         ({"images": "AAAA", "\ud800\n" + "x" * 100: 1}, "\\ud800\\n" + "x" * 62),
-        ({"images": None}, "images[0]"),
+        ({"images": None}, "images"),
+        ({"images": [None]}, "images[0]"),
+        ({"images": "AAAA", "model": None}, "model"),
         ({"images": 5}, "images[0]"),
         ({"images": ["AAAA", 5]}, "images[1]"),
         ({"images": ["AAAA", 1.5e300]}, "images[1]"),
@@ -90,8 +114,10 @@ def test_malformed_json_is_refused_with_its_place() -> None:
         ({"images": [{"url": {"url": "x"}}]}, "images[0]"),
         ({"images": [{"data": "AAAA", "url": "data:,x"}]}, "images[0]"),
         ({"images": [{"data": "AAAA", "detail": "low"}]}, "images[0]"),
-        ({"images": "AAAA", "normalize": 1}, "normalize"),
-        ({"images": "AAAA", "pooling": None}, "pooling"),
+        ({"images": "AAAA", "normalize": [1]}, "normalize"),
+        ({"images": "AAAA", "deepstack": {}}, "deepstack"),
+        ({"images": "AAAA", "pooling": 1}, "pooling"),
+        ({"images": "AAAA", "dtype": 32}, "dtype"),
         ({"images": "AAAA", "dtype": ["float32"]}, "dtype"),
     ],
 )

@@ -59,14 +59,24 @@ def test_options_in_the_encoders_terms(sent: dict[str, str | bool], expected: Ou
     assert resolve_options(sent, None).output_spec() == expected
 
 
-@pytest.mark.parametrize(("value", "expected"), [("true", True), ("1", True), ("false", False), ("0", False)])
-def test_booleans_as_text(value: str, expected: bool) -> None:
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("true", True),
+        ("True", True),
+        ("TRUE", True),
+        ("1", True),
+        (True, True),
+        ("false", False),
+        ("False", False),
+        ("FALSE", False),
+        ("0", False),
+        (False, False),
+    ],
+)
+def test_booleans_are_read_in_any_case_as_digits_and_as_booleans(value: str | bool, expected: bool) -> None:
     assert resolve_options({"normalize": value}, None).normalize is expected
-
-
-@pytest.mark.parametrize(("value", "expected"), [(True, True), (False, False)])
-def test_booleans_of_json(value: bool, expected: bool) -> None:
-    assert resolve_options({"normalize": value}, None).normalize is expected
+    check_options({"normalize": value})
 
 
 @pytest.mark.parametrize(
@@ -77,11 +87,16 @@ def test_booleans_of_json(value: bool, expected: bool) -> None:
         ({"pooling": ""}, "pooling"),
         ({"pooling": True}, "pooling"),
         ({"normalize": "yes"}, "normalize"),
-        ({"normalize": "True"}, "normalize"),
+        ({"normalize": "None"}, "normalize"),
+        ({"normalize": " true"}, "normalize"),
+        ({"normalize": "1.0"}, "normalize"),
+        ({"normalize": "tru\u0130"}, "normalize"),
         ({"normalize": ""}, "normalize"),
         ({"deepstack": "2"}, "deepstack"),
         ({"dtype": "float64"}, "dtype"),
+        ({"dtype": "Float32"}, "dtype"),
         ({"encoding_format": "hex"}, "encoding_format"),
+        ({"encoding_format": "BASE64"}, "encoding_format"),
         ({"format": "openai"}, "format"),
         ({"format": "JSON"}, "format"),
     ],
