@@ -20,7 +20,7 @@ from service.intake.embed_body import (
     join_images,
 )
 from service.intake.json_body import JsonForm, parse_json_body
-from service.intake.multipart import MultipartForm
+from service.intake.multipart import MultipartReader
 from service.intake.openai_body import ServedModel, parse_openai_body
 
 _SERVED_TYPES = "image/*, application/octet-stream, multipart/form-data and application/json"
@@ -113,7 +113,7 @@ def _form(content_type: ContentType | None, limits: BodyLimits) -> BodyForm:
     if is_image_type(media_type):
         return RawForm(limits)
     if media_type == b"multipart/form-data":
-        return MultipartForm(content_type.parameters.get(b"boundary", b""), limits)
+        return MultipartReader(content_type.parameters.get(b"boundary", b""), limits)
     if media_type == b"application/json":
         return JsonForm(parse_json_body, limits)
     shown = media_type[:100].decode("ascii", "backslashreplace")

@@ -2,7 +2,7 @@ import pytest
 
 from service.errors import ApiError, BadRequest, TooLarge
 from service.intake.embed_body import EmbedBody
-from service.intake.multipart import MultipartForm
+from service.intake.multipart import MultipartReader
 from tests.support.bodies import BOUNDARY, LIMITS, MULTIPART, image_part, multipart, option_part, part, read
 from tests.support.measuring import growth
 
@@ -55,10 +55,67 @@ def test_part_with_a_file_name_or_an_image_type_is_an_image(headers: bytes) -> N
     assert read(MULTIPART, multipart(part(headers, b"\0"))) == EmbedBody((b"\0",), {})
 
 
+NO_FILE = part(b'Content-Disposition: form-data; name="x"; filename=""\r\nContent-Type: image/png', b"")
+BUTTON = part(b'Content-Disposition: form-data; name="submit"', b"Upload image")
+
+
+def test_empty_file_inputs_and_the_submit_button_of_a_page_are_ignored() -> None:
+    body = multipart(
+        NO_FILE,
+        image_part(b"1"),
+        NO_FILE,
+        image_part(b"2"),
+        option_part("normalize", b"False"),
+        image_part(b"3"),
+        NO_FILE,  # the limit of 3 images is reached, and this is no image
+        BUTTON,
+    )
+    expected = EmbedBody((b"1", b"2", b"3"), {"normalize": "False"})
+    for split in range(1, len(body)):
+        assert read(MULTIPART, body[:split], body[split:]) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["submit", "Submit", "btnSubmit", "submit.x", "ctl00$btnUpload", "Button1", "send", "UPLOAD", "commit"],
+)
+def test_text_part_with_the_name_of_a_button_is_ignored(name: str) -> None:
+    body = multipart(image_part(b"x"), option_part(name, b"Go"), option_part(name, b""))
+    assert read(MULTIPART, body) == EmbedBody((b"x",), {})
+
+
+def test_file_under_the_name_of_a_button_is_an_image() -> None:
+    headers = b'Content-Disposition: form-data; name="upload"; filename="a.jpg"'
+    assert read(MULTIPART, multipart(part(headers, b"x"))).images == (b"x",)
+
+
+def test_file_input_with_bytes_and_no_name_counts_as_an_image() -> None:
+    unnamed = part(b'Content-Disposition: form-data; name="x"; filename=""', b"x")
+    assert read(MULTIPART, multipart(unnamed)).images == (b"x",)
+    with pytest.raises(TooLarge) as caught:
+        read(MULTIPART, multipart(*[image_part(b"x")] * 3, unnamed))
+    assert caught.value.code == "too_many_images"
+
+
+@pytest.mark.parametrize("ignored", [NO_FILE, BUTTON])
+def test_ignored_parts_have_a_limit(ignored: bytes) -> None:
+    assert read(MULTIPART, multipart(*[ignored] * 64, image_part(b"x"))).images == (b"x",)
+    with pytest.raises(BadRequest, match="empty file inputs and buttons") as caught:
+        read(MULTIPART, multipart(*[ignored] * 65, image_part(b"x")))
+    assert caught.value.code == "invalid_body"
+
+
+def test_text_of_a_button_has_a_limit() -> None:
+    with pytest.raises(BadRequest, match="button submit has more than 256 bytes"):
+        read(MULTIPART, multipart(image_part(b"x"), option_part("submit", b"x" * 257)))
+
+
 @pytest.mark.parametrize(
     ("headers", "param"),
     [
         (b'Content-Disposition: form-data; name="image"', "image"),
+        (b'Content-Disposition: form-data; name="poling"', "poling"),
+        (b'Content-Disposition: form-data; name="normalise"', "normalise"),
         (b'Content-Disposition: form-data; name="Pooling"', "Pooling"),
         (b'Content-Disposition: form-data; name="a\xff"\r\nContent-Type: application/json', "a\\ufffd"),
         (b'Content-Disposition: form-data; name="; filename*=x"', "; filename*=x"),
@@ -168,6 +225,7 @@ def test_every_boundary_that_the_rules_allow_is_taken(boundary: str) -> None:
     [
         (multipart(), BadRequest, "empty_input", "images"),
         (multipart(option_part("pooling", b"mean")), BadRequest, "empty_input", "images"),
+        (multipart(NO_FILE, BUTTON), BadRequest, "empty_input", "images"),
         (multipart(image_part(b"x"), image_part(b"")), BadRequest, "empty_input", "images[1]"),
         (multipart(*[image_part(b"x")] * 4), TooLarge, "too_many_images", "images"),
         (multipart(image_part(b"x"), image_part(b"x" * 1001)), TooLarge, "image_too_large", "images[1]"),
@@ -197,7 +255,7 @@ def test_parts_with_more_parameters_than_any_needs_are_refused(name: bytes) -> N
 @pytest.mark.parametrize("start", [b'; x="', b"; filename*", b"; x="])
 def test_time_for_the_headers_of_a_part_grows_with_their_size_only(start: bytes, junk: bytes) -> None:
     def feed(num_bytes: int) -> None:
-        form = MultipartForm(BOUNDARY, LIMITS)
+        form = MultipartReader(BOUNDARY, LIMITS)
         head = b"Content-Disposition: form-data; filename*=x" + start
         body = image_part(b"x") + part(head + junk * ((num_bytes - len(head)) // len(junk)), b"x")
         form.feed(body)
