@@ -16,8 +16,8 @@ from service.fetching.image_urls import ImageUrl
 
 # A colon is in neither base64 alphabet, so whatever begins like this is meant as a URL.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,31}):")
-_BLANKS = " \t\r\n\f\v"
-_WHITESPACE = _BLANKS.encode()
+_WHITESPACE = b" \t\r\n\f\v"
+_IGNORED_IN_URLS = b"\t\r\n"  # anywhere in a URL. Source: WHATWG URL Standard, section 4.4
 _URLSAFE_TO_STANDARD = bytes.maketrans(b"-_", b"+/")
 # Decoding holds the interpreter lock. After each slice another thread may have it; a multiple of four.
 _SLICE_CHARS = 2**18
@@ -37,20 +37,25 @@ _DIGIT_VALUES = _digit_values()
 
 def decode_item(text: str, max_bytes: int) -> bytes | ImageUrl:
     """The bytes of an image given as `data:` URI or base64, or its URL. Raises `BadRequest`, `TooLarge`."""
-    text = text.lstrip(_BLANKS)
-    return decode_url(text, max_bytes) if _SCHEME.match(text) else decode_base64(text, max_bytes)
+    text = text.strip()
+    return decode_url(text, max_bytes) if _SCHEME.match(text) else _decode_base64(_ascii(text), max_bytes)
 
 
 def decode_url(url: str, max_bytes: int) -> bytes | ImageUrl:
     """The bytes of an image given as a `data:` URI, or its URL. Raises `BadRequest`, `TooLarge`."""
-    url = url.lstrip(_BLANKS)
+    url = url.strip()
     match = _SCHEME.match(url)
     scheme = match[1].lower() if match else ""
     if scheme == "data":
         return _decode_data_uri(url, max_bytes)
     if scheme in ("http", "https"):
         return ImageUrl(url)
-    raise BadRequest("only http:, https: and data: URLs name an image", code="url_not_allowed")
+    problem = f"{scheme}: URLs are not served" if scheme else "this is not a URL"
+    raise BadRequest(
+        f"{problem}; an image URL begins with http:, https: or data:, and base64 without data: is sent as a "
+        'string or as {"data": "…"}',
+        code="url_not_allowed",
+    )
 
 
 def decode_base64(text: str, max_bytes: int) -> bytes:
@@ -58,6 +63,13 @@ def decode_base64(text: str, max_bytes: int) -> bytes:
 
     Raises `BadRequest` if it is neither, or mixes both, and `TooLarge`, before decoding, over `max_bytes`.
     """
+    text = text.strip()
+    match = _SCHEME.match(text)
+    if match:
+        raise BadRequest(
+            f'this is a URL ({match[1].lower()}:), not base64; send it as a string or as {{"url": "…"}}',
+            code="invalid_base64",
+        )
     return _decode_base64(_ascii(text), max_bytes)
 
 
@@ -69,6 +81,7 @@ def _decode_data_uri(uri: str, max_bytes: int) -> bytes:
     is_base64 = header.rpartition(";")[2].strip().lower() == "base64"
     payload = _ascii(data)
     if not is_base64:
+        payload = payload.translate(None, _IGNORED_IN_URLS)
         _check_size(len(payload) - 2 * payload.count(b"%"), max_bytes)
         return _percent_decode(payload)
     return _decode_base64(_percent_decode(payload) if b"%" in payload else payload, max_bytes)

@@ -158,8 +158,8 @@ class MultipartReader:
             return "button"
         shown = printable(name)
         raise BadRequest(
-            f"part {shown or 'without a name'} is neither an image nor an option: an image has a file name or "
-            f"an image type (curl -F image=@photo.jpg), and the options are {', '.join(OPTION_NAMES)}",
+            f"part {shown or 'without a name'} is neither an image nor an option: an image has a file name "
+            f"or an image type (curl -F image=@photo.jpg), and the options are {', '.join(OPTION_NAMES)}",
             code="invalid_option",
             param=shown or None,
         )

@@ -15,7 +15,7 @@ from service.images.formats import sniff
 from service.intake.embed_body import BodyLimits, EmbedBody
 from service.intake.json_body import Number, load_object, read_images, read_item
 
-_URL = re.compile(r"\s*(?:data|https?):", re.IGNORECASE)
+_URL = re.compile(r"(?:data|https?):", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _options(encoding_format: object) -> dict[str, str | bool]:
 
 def _image(item: object, index: int, max_bytes: int) -> bytes | ImageUrl:
     match item:
-        case str() if item.strip() and not _URL.match(item):
+        case str() if item.strip() and not _URL.match(item.strip()):
             return _image_or_text(item, index, max_bytes)
         case {"image": str(image), **others} if not others:
             return read_item(image, index, max_bytes)
