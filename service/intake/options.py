@@ -47,11 +47,15 @@ def read_query(query_string: bytes) -> dict[str, str]:
     """Options out of a URL's query, names checked and values not. A typo must not pass silently."""
     options: dict[str, str] = {}
     if len(query_string) > MAX_QUERY_BYTES:
-        raise BadRequest(f"the query has more than {MAX_QUERY_BYTES} characters", code="invalid_option")
+        raise BadRequest(
+            f"the query has more than {MAX_QUERY_BYTES} characters; images belong in the body",
+            code="invalid_option",
+        )
     for name, value in parse_qsl(query_string.decode("latin-1"), keep_blank_values=True):
         if name not in OPTION_NAMES:
             raise BadRequest(
-                f"unknown query parameter {_quoted(name)}; the options are {', '.join(OPTION_NAMES)}",
+                f"unknown query parameter {_quoted(name)}; the options are {', '.join(OPTION_NAMES)}, "
+                "and images belong in the body",
                 code="invalid_option",
                 param=printable(name),
             )
