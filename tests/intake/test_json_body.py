@@ -128,6 +128,11 @@ def test_json_of_the_wrong_shape_is_refused_by_name(document: Any, param: str | 
     caught.value.message.encode()
 
 
+def test_unknown_member_is_told_the_known_ones() -> None:
+    with pytest.raises(InvalidShape, match="unknown member input; the members are images and pooling, "):
+        read(JSON, json.dumps({"input": "AAAA"}).encode())
+
+
 def test_unknown_member_of_an_item_is_named() -> None:
     with pytest.raises(InvalidShape, match="detail"):
         read(JSON, json.dumps({"images": [{"data": "AAAA", "detail": "low"}]}).encode())

@@ -94,8 +94,36 @@ def test_tokens_and_text_items_are_refused_as_text(tokens: Any) -> None:
 
 
 def test_the_refusal_of_text_says_what_to_send() -> None:
-    with pytest.raises(ApiError, match=r'embeds images only.*base64.*data: URI.*\{"image"'):
+    with pytest.raises(
+        ApiError, match=r'embeds images only; send each image.*\{"image": "<base64, data: URI or URL>"'
+    ):
         read({"input": "a cat"})
+
+
+CHAT_ITEMS = {
+    "a part of a chat message": {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}},
+    "a part without a type": {"image_url": {"url": "https://example.org/a.jpg", "detail": "low"}},
+    "a part of OpenAI's Responses API": {"type": "input_image", "image_url": "https://example.org/a.jpg"},
+    "a part of Anthropic's API": {"type": "image", "source": {"type": "base64", "data": PIXEL}},
+    "a message": {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]},
+}
+
+
+@pytest.mark.parametrize("name", CHAT_ITEMS)
+def test_chat_shapes_are_told_the_form_to_use(name: str) -> None:
+    assert refusal({"input": [PIXEL, CHAT_ITEMS[name]]}) == (422, "invalid_request", "images[1]")
+    with pytest.raises(
+        ApiError, match=r'chat request.*send each image of input as \{"image": "<base64, data'
+    ):
+        read({"input": CHAT_ITEMS[name]})
+
+
+def test_chat_messages_are_told_the_form_to_use() -> None:
+    chat = {"model": "org/model", "messages": [CHAT_ITEMS["a message"]]}
+    assert refusal(chat) == (422, "invalid_request", "messages")
+    with pytest.raises(ApiError, match=r'no chat messages; send each image of input as \{"image"'):
+        read(chat)
+    assert read({**chat, "input": PIXEL}).images == (IMAGE,)  # as every unknown member, it is ignored
 
 
 def test_what_is_meant_as_an_image_keeps_its_own_error() -> None:

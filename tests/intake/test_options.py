@@ -301,7 +301,8 @@ def test_a_query_that_means_nothing_is_refused(query: bytes, param: str) -> None
 
 
 @pytest.mark.parametrize(
-    "query", [b"images=data:image/png;base64,AAAA", b"url=https://example.org/a.jpg", b"images=" + b"A" * 5000]
+    "query",
+    [b"images=data:image/png;base64,AAAA", b"url=https://example.org/a.jpg", b"images=" + b"A" * 5000],
 )
 def test_image_in_the_query_is_told_that_it_belongs_in_the_body(query: bytes) -> None:
     with pytest.raises(BadRequest, match="images belong in the body"):
