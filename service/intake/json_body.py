@@ -131,9 +131,10 @@ def _option(name: str, value: object) -> str | bool:
 def read_images(
     value: object, limits: BodyLimits, read: Callable[[object, int, int], bytes | ImageUrl]
 ) -> tuple[bytes | ImageUrl, ...]:
-    """The images of a list, or the one image that may stand without a list. `read` has the type of `read_item`.
+    """Reads the images of a list, or the single image that may stand without a list, by `read`.
 
-    Raises `TooLarge` for too many images, `BadRequest` for none, and what `read` raises.
+    `read` has the type of `read_item`. Raises `TooLarge` for too many images, `BadRequest` for none, and
+    what `read` raises.
     """
     items = value if isinstance(value, list) else [value]
     if len(items) > limits.max_images:
