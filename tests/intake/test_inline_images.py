@@ -59,7 +59,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_base64_is_refused_with_the_reason(name: str) -> None:
+def test_malformed_base64_is_refused_with_the_reason(name: str) -> None:
     text, problem = BROKEN[name]
     with pytest.raises(BadRequest, match=problem) as caught:
         decode_item(text, MAX)
@@ -97,7 +97,7 @@ def test_data_uris_decode(uri: str) -> None:
 
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(st.text("%4aFg\x00", max_size=12))
-def test_percent_encoding_is_read_as_the_library_reads_it(text: str) -> None:
+def test_percent_decoding_agrees_with_urllib(text: str) -> None:
     assert decode_url("data:," + text, MAX) == unquote_to_bytes(text)
 
 
@@ -115,7 +115,7 @@ def test_large_percent_encoding_decodes(shift: int) -> None:
 @pytest.mark.parametrize(
     "uri", ["data:image/png;base64", "data:", "data:,\u00e9", "data:,\ud800", "data:;base64,A"]
 )
-def test_broken_data_uris_are_refused(uri: str) -> None:
+def test_malformed_data_uris_are_refused(uri: str) -> None:
     with pytest.raises(BadRequest) as caught:
         decode_item(uri, MAX)
     assert caught.value.code == "invalid_base64"
@@ -145,14 +145,14 @@ def test_white_space_around_a_url_is_trimmed(url: str, before: str, after: str) 
     assert decode_item(text, MAX) == decode_url(text, MAX) == ImageUrl(url)
 
 
-def test_base64_in_the_place_of_a_url_is_told_where_it_belongs() -> None:
+def test_error_for_base64_in_place_of_a_url_says_where_it_belongs() -> None:
     with pytest.raises(BadRequest, match=r'not a URL; .* base64 .* as \{"data": "…"\}') as caught:
         decode_url("AAAA", MAX)
     assert caught.value.code == "url_not_allowed"
 
 
 @pytest.mark.parametrize("url", ["data:image/png;base64,QUJD", " DATA:,A", "https://example.org/a.jpg"])
-def test_url_in_the_place_of_base64_is_told_where_it_belongs(url: str) -> None:
+def test_error_for_a_url_in_place_of_base64_says_where_it_belongs(url: str) -> None:
     with pytest.raises(BadRequest, match=r'^this is a URL \((data|https):\), .* as \{"url": "…"\}') as caught:
         decode_base64(url, MAX)
     assert caught.value.code == "invalid_base64"

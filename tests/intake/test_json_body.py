@@ -24,7 +24,7 @@ def test_images_and_options_are_read(content_type: str) -> None:
 
 
 @pytest.mark.parametrize("item", ["AAAA", {"data": "AAAA"}, {"url": "data:,%00%00%00"}, "data:,%00%00%00"])
-def test_one_item_may_stand_without_the_list(item: Any) -> None:
+def test_single_image_needs_no_list(item: Any) -> None:
     assert read(JSON, json.dumps({"images": item}).encode()).images == (b"\0\0\0",)
 
 
@@ -49,7 +49,7 @@ def test_option_that_is_null_counts_as_missing() -> None:
     assert read(JSON, json.dumps(document).encode()).options == {}
 
 
-def test_urls_stand_where_they_stood() -> None:
+def test_urls_keep_their_place_among_the_images() -> None:
     images = ["http://a.test/", "AAAA", {"url": "https://b.test/?c"}]
     body = read(JSON, json.dumps({"images": images}).encode())
     assert body.images == (ImageUrl("http://a.test/"), b"\0\0\0", ImageUrl("https://b.test/?c"))
@@ -84,7 +84,7 @@ def test_malformed_json_is_refused(body: bytes) -> None:
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
-def test_malformed_json_is_refused_with_its_place() -> None:
+def test_error_for_malformed_json_gives_line_and_column() -> None:
     with pytest.raises(BadRequest, match="line 2, column 3"):
         read(JSON, b'{"images":\n  x}')
 
@@ -121,14 +121,14 @@ def test_malformed_json_is_refused_with_its_place() -> None:
         ({"images": "AAAA", "dtype": ["float32"]}, "dtype"),
     ],
 )
-def test_json_of_the_wrong_shape_is_refused_by_name(document: Any, param: str | None) -> None:
+def test_error_for_json_of_the_wrong_shape_names_the_member(document: Any, param: str | None) -> None:
     with pytest.raises(InvalidShape) as caught:
         read(JSON, json.dumps(document).encode())
     assert (caught.value.status, caught.value.param) == (422, param)
     caught.value.message.encode()
 
 
-def test_unknown_member_is_told_the_known_ones() -> None:
+def test_error_for_an_unknown_member_lists_the_known_ones() -> None:
     with pytest.raises(InvalidShape, match="unknown member input; the members are images and pooling, "):
         read(JSON, json.dumps({"input": "AAAA"}).encode())
 
@@ -153,11 +153,11 @@ def test_unknown_member_of_an_item_is_named() -> None:
         (["AAAA", {"data": "https://example.org/a.jpg"}], 400, "invalid_base64", "images[1]"),
     ],
 )
-def test_bad_images_are_refused_by_index(images: Any, status: int, code: str, param: str) -> None:
+def test_error_for_a_bad_image_gives_its_index(images: Any, status: int, code: str, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         read(JSON, json.dumps({"images": images}).encode())
     assert (caught.value.status, caught.value.code, caught.value.param) == (status, code, param)
 
 
-def test_many_commas_in_one_string_are_no_reason_to_refuse() -> None:
+def test_commas_within_a_data_uri_may_be_many() -> None:
     assert read(JSON, json.dumps({"images": "data:," + "," * 900}).encode()).images == (b"," * 900,)
