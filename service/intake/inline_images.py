@@ -86,8 +86,12 @@ def _decode_data_uri(uri: str, max_bytes: int) -> bytes:
     payload = _ascii(data)
     if not is_base64:
         payload = payload.translate(None, _IGNORED_IN_URLS)
-        _check_size(len(payload) - 2 * payload.count(b"%"), max_bytes)
-        return _percent_decode(payload)
+        _check_size(
+            len(payload) - 2 * payload.count(b"%"), max_bytes
+        )  # if each percent sign begins an escape
+        image = _percent_decode(payload)
+        _check_size(len(image), max_bytes)
+        return image
     return _decode_base64(_percent_decode(payload) if b"%" in payload else payload, max_bytes)
 
 

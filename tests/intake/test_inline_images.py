@@ -167,6 +167,8 @@ def test_error_for_a_url_in_place_of_base64_says_where_it_belongs(url: str) -> N
         "data:;base64,QUJDRA",
         "data:,ABCD",
         "data:,%41%42%43%44",
+        "data:,%%%%",  # no escapes, so that all 4 bytes stay
+        "data:,%41%%B",
         "QUJDRA" + "*" * 10,  # the size is checked before anything is decoded
     ],
 )
