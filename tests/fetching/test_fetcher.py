@@ -198,6 +198,27 @@ def test_bodies_of_unknown_length_are_read(script: bytes, images: list[bytes]) -
     assert Run({"/": script}, ["/"]).images == images
 
 
+def test_event_loop_is_free_while_tiny_chunks_arrive() -> None:
+    body = b"1\r\nx\r\n" * 5000 + b"0\r\n\r\n"
+    chunked = answer(body, content_length=None, transfer_encoding="chunked")
+
+    async def main() -> int:
+        async with Upstream({"/": chunked}) as upstream:
+            resolver = Resolver({}, default=["127.0.0.1"])
+            resolver.port = upstream.port
+            fetcher = make_fetcher(allowing(), resolve=resolver)
+            task = asyncio.create_task(fetcher.fetch([ImageUrl(f"http://{HOST}/")]))
+            num_turns = 0
+            while not task.done():
+                await asyncio.sleep(0)
+                num_turns += 1
+            assert await task == [b"x" * 5000]
+            await fetcher.aclose()
+            return num_turns
+
+    assert asyncio.run(main()) > 5000
+
+
 @pytest.mark.parametrize(
     ("script", "status", "code"),
     [
