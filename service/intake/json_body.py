@@ -1,4 +1,4 @@
-"""Reads the JSON body of `/embed`, `{"images": [item, …], …options}`, and holds what all JSON bodies share.
+"""Reads the JSON body of `/embed`: `{"images": [item, …], …options}`. `/v1/embeddings` shares its functions.
 
 Knows the shape of the document; `inline_images` knows how an image is written as text.
 """
@@ -69,7 +69,7 @@ class JsonNumber:
 
 
 def load_object(chunks: list[bytes], example: str) -> dict[str, object]:
-    """Parses the document. Raises `BadRequest` for malformed JSON, `InvalidShape` for what is not an object.
+    """Parses the document. Raises `BadRequest` if it is malformed, `InvalidShape` if it is not an object.
 
     Empties `chunks`, so that a large body is not held twice. The error quotes `example`.
     """

@@ -58,8 +58,8 @@ class _Part:
 class MultipartReader:
     """Sorts the parts into images and options while they arrive.
 
-    What the HTML form of a page sends beside them is ignored: file inputs without a file, and the submit
-    button.
+    It ignores two kinds of parts that the HTML form of a page sends: file inputs without a file, and the
+    submit button.
     """
 
     def __init__(self, boundary: bytes, limits: BodyLimits) -> None:
@@ -149,7 +149,7 @@ class MultipartReader:
             raise too_many_images(self._limits)
 
     def _kind_of_text(self, name: str) -> Literal["option", "button"]:
-        """What a part without a file is, by its name. Raises `BadRequest` if the name is unknown."""
+        """The kind of a part without a file, by its name. Raises `BadRequest` if the name is unknown."""
         if name in self._options:
             raise BadRequest(f"option {name} is given twice", code="invalid_option", param=name)
         if name in OPTION_NAMES:

@@ -1,7 +1,7 @@
 """Reads, checks and resolves the options of a request.
 
 - read: `read_query` takes options from a URL; the readers of bodies take them from forms and JSON.
-- check: `check_options` refuses what no further option and no default could make valid.
+- check: `check_options` refuses options that no further option and no default could make valid.
 - resolve: `resolve_options` fills in the defaults and returns `AnswerOptions`.
 
 Knows the table of options and their conflicts; knows nothing of bodies, routes or responses.
@@ -44,6 +44,7 @@ MAX_QUERY_BYTES = 4096
 
 # Compared in lower case: JavaScript writes `true` into a query, Python `True`.
 _BOOLEANS: Mapping[str, bool] = {"true": True, "1": True, "false": False, "0": False}
+_MAX_BOOLEAN_CHARS = 6  # one more than any of them has
 
 
 def read_query(query_string: bytes) -> dict[str, str]:
@@ -177,9 +178,10 @@ def _choice(name: str, value: str | bool) -> str:
 def _flag(name: str, value: str | bool) -> bool:
     if isinstance(value, bool):
         return value
-    if value.lower() not in _BOOLEANS:
+    text = value[:_MAX_BOOLEAN_CHARS].lower()  # in JSON the value may have megabytes
+    if text not in _BOOLEANS:
         raise _invalid(name, value, "true or false")
-    return _BOOLEANS[value.lower()]
+    return _BOOLEANS[text]
 
 
 def _invalid(name: str, value: str | bool, allowed: str) -> BadRequest:

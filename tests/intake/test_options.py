@@ -16,6 +16,7 @@ from service.intake.options import (
     read_query,
     resolve_options,
 )
+from tests.support.measuring import growth
 
 DEFAULTS = AnswerOptions(
     pooling="mean",
@@ -91,6 +92,9 @@ def test_boolean_may_be_a_word_in_any_case_a_digit_or_a_boolean(value: str | boo
         ({"normalize": " true"}, "normalize"),
         ({"normalize": "1.0"}, "normalize"),
         ({"normalize": "tru\u0130"}, "normalize"),
+        ({"normalize": "true1"}, "normalize"),
+        ({"normalize": "falsee"}, "normalize"),
+        ({"normalize": "false "}, "normalize"),
         ({"normalize": ""}, "normalize"),
         ({"deepstack": "2"}, "deepstack"),
         ({"dtype": "float64"}, "dtype"),
@@ -105,6 +109,16 @@ def test_value_that_is_not_in_the_table_is_refused(sent: dict[str, str | bool], 
     error = refusal(sent)
     assert (error.status, error.code, error.param) == (400, "invalid_option", param)
     assert error.message.startswith(f"{param} must be ")
+
+
+def test_time_to_refuse_a_boolean_does_not_grow_with_its_length() -> None:
+    values = {size: "\u0130" * size for size in (100_000, 400_000)}
+
+    def refuse(size: int) -> None:
+        for _ in range(20):
+            refusal({"normalize": values[size]})
+
+    assert growth(refuse, 100_000) < 2
 
 
 def test_error_shows_the_value_escaped_and_cut() -> None:
