@@ -86,9 +86,7 @@ def _decode_data_uri(uri: str, max_bytes: int) -> bytes:
     payload = _ascii(data)
     if not is_base64:
         payload = payload.translate(None, _IGNORED_IN_URLS)
-        _check_size(
-            len(payload) - 2 * payload.count(b"%"), max_bytes
-        )  # if each percent sign begins an escape
+        _check_size(len(payload) - 2 * payload.count(b"%"), max_bytes)  # as if each "%" began an escape
         image = _percent_decode(payload)
         _check_size(len(image), max_bytes)
         return image

@@ -21,7 +21,7 @@ from service.errors import ApiError, TooManyRequests
 from service.fetching.fetcher import make_fetcher
 from service.fetching.image_urls import ImageUrl
 from tests.support.app import FakeEncoder, Service, encode_image, fake_replicas
-from tests.support.upstream import HOST, PUBLIC, Dialler, Resolver, Script, Upstream, answer, redirect
+from tests.support.upstream import HOST, PUBLIC, Dialler, Resolver, Script, Upstream, redirect, reply
 
 
 def allowing(**changes: object) -> Settings:
@@ -67,12 +67,12 @@ class Run:
 
 
 def test_urls_are_replaced_by_their_images_in_order() -> None:
-    run = Run({"/a?b=%20c": answer(b"one"), "/d": answer(b"two")}, ["/d", b"sent", "/a?b= c#e"])
+    run = Run({"/a?b=%20c": reply(b"one"), "/d": reply(b"two")}, ["/d", b"sent", "/a?b= c#e"])
     assert run.images == [b"two", b"sent", b"one"]
 
 
 def test_request_has_only_the_necessary_headers() -> None:
-    [head] = Run({"/": answer()}, ["/"]).upstream.heads
+    [head] = Run({"/": reply()}, ["/"]).upstream.heads
     lines = sorted(head.strip().split("\r\n")[1:])
     assert lines == [
         "Accept-Encoding: identity",
@@ -85,16 +85,16 @@ def test_request_has_only_the_necessary_headers() -> None:
 def test_proxies_from_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    assert Run({"/": answer(b"direct")}, ["/"]).images == [b"direct"]
+    assert Run({"/": reply(b"direct")}, ["/"]).images == [b"direct"]
 
 
 def test_cookies_are_not_kept() -> None:
-    run = Run({"/": answer(b"", 302, location="/b", set_cookie="a=b"), "/b": answer()}, ["/"])
+    run = Run({"/": reply(b"", 302, location="/b", set_cookie="a=b"), "/b": reply()}, ["/"])
     assert "cookie" not in run.upstream.heads[1].lower()
 
 
 def test_connections_are_pooled() -> None:
-    kept = answer(b"kept", connection=None)
+    kept = reply(b"kept", connection=None)
 
     async def twice() -> None:
         async with Upstream({"/": kept}) as upstream:
@@ -118,7 +118,7 @@ def test_bytes_are_counted_as_they_arrive_and_fetching_stops_without_room() -> N
             raise TooManyRequests("full", code="too_many_bytes", retry_after_s=1)
 
     async def fetch(num_bytes: int) -> None:
-        async with Upstream({"/": answer(b"x" * num_bytes)}) as upstream:
+        async with Upstream({"/": reply(b"x" * num_bytes)}) as upstream:
             resolver = Resolver({}, default=["127.0.0.1"])
             resolver.port = upstream.port
             fetcher = make_fetcher(allowing(), resolve=resolver)
@@ -138,7 +138,7 @@ def test_bytes_are_counted_as_they_arrive_and_fetching_stops_without_room() -> N
 @pytest.mark.parametrize("location", ["/b", "b", f"http://{HOST}/b", f"//{HOST}/b", "http://OTHER.test:80/b"])
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_redirects_are_followed(location: str, status: int) -> None:
-    run = Run({"/a": redirect(location, status), "/b": answer(b"there")}, ["/a"])
+    run = Run({"/a": redirect(location, status), "/b": reply(b"there")}, ["/a"])
     assert run.images == [b"there"]
     host = "other.test" if "OTHER" in location else HOST
     assert f"Host: {host}\r\n" in run.upstream.heads[1]
@@ -146,9 +146,9 @@ def test_redirects_are_followed(location: str, status: int) -> None:
 
 def test_three_redirects_are_followed_and_no_more() -> None:
     chain = {f"/{n}": redirect(f"/{n + 1}") for n in range(4)}
-    run = Run({**chain, "/4": answer(b"end")}, ["/1"])
+    run = Run({**chain, "/4": reply(b"end")}, ["/1"])
     assert run.images == [b"end"]
-    run = Run({**chain, "/4": answer(b"end")}, ["/0"])
+    run = Run({**chain, "/4": reply(b"end")}, ["/0"])
     assert run.refusal == (400, "image_url_rejected", "images[0]")
     assert len(run.upstream.heads) == 4
     loop = Run({"/": redirect("/")}, ["/"])
@@ -157,7 +157,7 @@ def test_three_redirects_are_followed_and_no_more() -> None:
 
 
 async def trickle(writer: asyncio.StreamWriter) -> None:
-    writer.write(answer(b"", content_length="1000"))
+    writer.write(reply(b"", content_length="1000"))
     for _ in range(200):
         writer.write(b"x")
         await writer.drain()
@@ -181,18 +181,18 @@ async def hang_up_late(writer: asyncio.StreamWriter) -> None:
 
 
 async def flood(writer: asyncio.StreamWriter) -> None:
-    writer.write(answer(b"", content_length=None, transfer_encoding="chunked"))
+    writer.write(reply(b"", content_length=None, transfer_encoding="chunked"))
     for _ in range(1000):
         writer.write(b"1000\r\n" + b"x" * 4096 + b"\r\n")
         await writer.drain()
 
 
-CHUNKED = answer(b"2\r\nab\r\n1\r\nc\r\n0\r\n\r\n", content_length=None, transfer_encoding="chunked")
+CHUNKED = reply(b"2\r\nab\r\n1\r\nc\r\n0\r\n\r\n", content_length=None, transfer_encoding="chunked")
 
 
 @pytest.mark.parametrize(
     ("script", "images"),
-    [(CHUNKED, [b"abc"]), (answer(b"to the end", content_length=None), [b"to the end"])],
+    [(CHUNKED, [b"abc"]), (reply(b"to the end", content_length=None), [b"to the end"])],
 )
 def test_bodies_of_unknown_length_are_read(script: bytes, images: list[bytes]) -> None:
     assert Run({"/": script}, ["/"]).images == images
@@ -200,7 +200,7 @@ def test_bodies_of_unknown_length_are_read(script: bytes, images: list[bytes]) -
 
 def test_event_loop_is_free_while_tiny_chunks_arrive() -> None:
     body = b"1\r\nx\r\n" * 5000 + b"0\r\n\r\n"
-    chunked = answer(body, content_length=None, transfer_encoding="chunked")
+    chunked = reply(body, content_length=None, transfer_encoding="chunked")
 
     async def main() -> int:
         async with Upstream({"/": chunked}) as upstream:
@@ -222,30 +222,30 @@ def test_event_loop_is_free_while_tiny_chunks_arrive() -> None:
 @pytest.mark.parametrize(
     ("script", "status", "code"),
     [
-        pytest.param(answer(status=404), 400, "image_url_rejected", id="404"),
-        pytest.param(answer(status=403), 400, "image_url_rejected", id="403"),
-        pytest.param(answer(status=429), 400, "image_url_rejected", id="429"),
-        pytest.param(answer(status=500), 502, "image_url_failed", id="500"),
-        pytest.param(answer(status=503), 502, "image_url_failed", id="503"),
-        pytest.param(answer(b"", status=204), 502, "image_url_failed", id="204"),
-        pytest.param(answer(status=206), 502, "image_url_failed", id="206"),
-        pytest.param(answer(b"", status=304), 502, "image_url_failed", id="304"),
-        pytest.param(answer(status=302), 502, "image_url_failed", id="redirect to nowhere"),
+        pytest.param(reply(status=404), 400, "image_url_rejected", id="404"),
+        pytest.param(reply(status=403), 400, "image_url_rejected", id="403"),
+        pytest.param(reply(status=429), 400, "image_url_rejected", id="429"),
+        pytest.param(reply(status=500), 502, "image_url_failed", id="500"),
+        pytest.param(reply(status=503), 502, "image_url_failed", id="503"),
+        pytest.param(reply(b"", status=204), 502, "image_url_failed", id="204"),
+        pytest.param(reply(status=206), 502, "image_url_failed", id="206"),
+        pytest.param(reply(b"", status=304), 502, "image_url_failed", id="304"),
+        pytest.param(reply(status=302), 502, "image_url_failed", id="redirect to nowhere"),
         pytest.param(redirect("http://1.2.3.400/"), 502, "image_url_failed", id="redirect to no URL"),
         pytest.param(redirect("http://a:x/"), 502, "image_url_failed", id="redirect to no port"),
         pytest.param(redirect("file:///etc/hostname"), 400, "url_not_allowed", id="redirect to a file"),
         pytest.param(redirect("http://evil.test/"), 400, "url_not_allowed", id="redirect elsewhere"),
         pytest.param(redirect(f"http://{HOST}:81/"), 400, "url_not_allowed", id="redirect to a port"),
-        pytest.param(answer(b""), 400, "empty_input", id="empty"),
-        pytest.param(answer(content_length="9"), 502, "image_url_failed", id="shorter than it says"),
-        pytest.param(answer(content_length="9" * 5000), 502, "image_url_failed", id="length of 5000 digits"),
-        pytest.param(answer(content_length="-1"), 502, "image_url_failed", id="negative length"),
-        pytest.param(answer(content_encoding="gzip"), 502, "image_url_failed", id="gzip"),
-        pytest.param(answer(content_encoding="identity, br"), 502, "image_url_failed", id="identity, br"),
+        pytest.param(reply(b""), 400, "empty_input", id="empty"),
+        pytest.param(reply(content_length="9"), 502, "image_url_failed", id="shorter than it says"),
+        pytest.param(reply(content_length="9" * 5000), 502, "image_url_failed", id="length of 5000 digits"),
+        pytest.param(reply(content_length="-1"), 502, "image_url_failed", id="negative length"),
+        pytest.param(reply(content_encoding="gzip"), 502, "image_url_failed", id="gzip"),
+        pytest.param(reply(content_encoding="identity, br"), 502, "image_url_failed", id="identity, br"),
         pytest.param(b"SSH-2.0-OpenSSH_9\r\n\r\n", 502, "image_url_failed", id="no HTTP"),
-        pytest.param(answer(big="x" * 200_000), 502, "image_url_failed", id="large headers"),
-        pytest.param(answer(b"x" * 1001), 413, "image_too_large", id="too large"),
-        pytest.param(answer(content_length="1001"), 413, "image_too_large", id="says that it is too large"),
+        pytest.param(reply(big="x" * 200_000), 502, "image_url_failed", id="large headers"),
+        pytest.param(reply(b"x" * 1001), 413, "image_too_large", id="too large"),
+        pytest.param(reply(content_length="1001"), 413, "image_too_large", id="says that it is too large"),
         pytest.param(flood, 413, "image_too_large", id="without end"),
         pytest.param(trickle, 504, "image_url_timeout", id="trickles"),
         pytest.param(trickle_headers, 504, "image_url_timeout", id="headers trickle"),
@@ -262,33 +262,33 @@ def test_failed_fetch_has_its_status_and_code(script: bytes | Script, status: in
 
 
 def test_content_encoding_identity_is_accepted() -> None:
-    assert Run({"/": answer(b"as it is", content_encoding="Identity")}, ["/"]).images == [b"as it is"]
+    assert Run({"/": reply(b"as it is", content_encoding="Identity")}, ["/"]).images == [b"as it is"]
 
 
 def test_image_of_the_largest_size_is_fetched() -> None:
-    assert Run({"/": answer(b"x" * 1000)}, ["/"], max_image_bytes=1000).images == [b"x" * 1000]
+    assert Run({"/": reply(b"x" * 1000)}, ["/"], max_image_bytes=1000).images == [b"x" * 1000]
 
 
 def test_max_body_bytes_limits_all_images_together() -> None:
     limits = {"max_image_bytes": 1000, "max_body_bytes": 2500}
-    assert len(Run({"/": answer(b"x" * 800)}, ["/"] * 3, **limits).images) == 3
-    run = Run({"/": answer(b"x" * 900)}, ["/"] * 3, **limits)
+    assert len(Run({"/": reply(b"x" * 800)}, ["/"] * 3, **limits).images) == 3
+    run = Run({"/": reply(b"x" * 900)}, ["/"] * 3, **limits)
     assert run.error is not None
     assert (run.error.status, run.error.code) == (413, "body_too_large")
 
 
 def test_one_failure_fails_the_request_and_names_the_image() -> None:
-    run = Run({"/": hang_up_late, "/404": answer(status=404)}, ["/", "/404", "/"])
+    run = Run({"/": hang_up_late, "/404": reply(status=404)}, ["/", "/404", "/"])
     assert run.refusal == (400, "image_url_rejected", "images[1]")
 
 
 def test_timeout_names_the_first_late_image() -> None:
-    run = Run({"/": answer(), "/late": say_nothing}, ["/", "/late", "/late"], media_timeout_s=1)
+    run = Run({"/": reply(), "/late": say_nothing}, ["/", "/late", "/late"], media_timeout_s=1)
     assert run.refusal == (504, "image_url_timeout", "images[1]")
 
 
 def test_nothing_is_fetched_if_one_url_is_refused() -> None:
-    run = Run({"/": answer()}, ["/", "/", ":81/"])
+    run = Run({"/": reply()}, ["/", "/", ":81/"])
     assert run.refusal == (400, "url_not_allowed", "images[2]")
     assert run.upstream.heads == []
 
@@ -302,7 +302,7 @@ def test_a_request_has_at_most_8_fetches_at_once() -> None:
         most = max(most, busy)
         await asyncio.sleep(0.02)
         busy -= 1
-        writer.write(answer())
+        writer.write(reply())
 
     assert Run({"/": slow}, ["/"] * 20).images == [b"image"] * 20
     assert most == 8
@@ -310,7 +310,7 @@ def test_a_request_has_at_most_8_fetches_at_once() -> None:
 
 def test_failed_fetches_release_their_connections() -> None:
     async def fail_often() -> None:
-        async with Upstream({"/": say_nothing, "/ok": answer()}) as upstream:
+        async with Upstream({"/": say_nothing, "/ok": reply()}) as upstream:
             resolver = Resolver({}, default=["127.0.0.1"])
             resolver.port = upstream.port
             fetcher = make_fetcher(allowing(media_timeout_s=1), resolve=resolver)
@@ -344,7 +344,7 @@ def test_error_of_a_fetch_keeps_no_image_alive(paths: Sequence[str], no_collecti
     """The error refers to the images that were fetched before it, and must not refer to itself."""
 
     async def fail() -> weakref.ref[ApiError]:
-        async with Upstream({"/": answer(), "/gone": answer(status=404)}) as upstream:
+        async with Upstream({"/": reply(), "/gone": reply(status=404)}) as upstream:
             resolver = Resolver({}, default=["127.0.0.1"])
             resolver.port = upstream.port
             fetcher = make_fetcher(allowing(), resolve=resolver)
@@ -435,7 +435,7 @@ def test_next_address_is_tried_if_the_first_fails() -> None:
     shares: list[float | None] = []
 
     async def fetch() -> list[bytes]:
-        async with Upstream({"/": answer(b"second")}) as upstream:
+        async with Upstream({"/": reply(b"second")}) as upstream:
             resolver = Resolver({}, default=["127.0.0.9", "127.0.0.1"])
             resolver.port = upstream.port
             fetcher = make_fetcher(allowing(media_timeout_s=4), resolve=resolver, dialler=Half())
@@ -499,7 +499,7 @@ def test_tls_certificate_is_checked_against_the_host_name() -> None:
 
 def test_the_app_closes_the_connections_of_its_fetcher() -> None:
     async def live() -> None:
-        async with Upstream({"/": answer(connection=None)}) as upstream:
+        async with Upstream({"/": reply(connection=None)}) as upstream:
             resolver = Resolver({}, default=["127.0.0.1"])
             resolver.port = upstream.port
             fetcher = make_fetcher(allowing(), resolve=resolver)
@@ -520,7 +520,7 @@ def test_the_app_closes_the_connections_of_its_fetcher() -> None:
 
 def test_request_with_urls_from_end_to_end() -> None:
     image = encode_image()
-    upstream = Upstream({"/a.png": answer(image), "/gone": answer(status=404), "/to": redirect("/a.png")})
+    upstream = Upstream({"/a.png": reply(image), "/gone": reply(status=404), "/to": redirect("/a.png")})
     dialler = Dialler({PUBLIC: upstream}, Upstream({}))
     start = partial(make_fetcher, resolve=Resolver({HOST: [[PUBLIC]]}), dialler=dialler)
     registry = CollectorRegistry()

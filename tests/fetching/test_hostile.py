@@ -19,7 +19,7 @@ from service.errors import ApiError, BadRequest, UpstreamFailed
 from service.fetching.fetcher import make_fetcher
 from service.fetching.image_urls import MAX_URL_BYTES, ImageUrl, check_url, join_url, parse_url
 from tests.support.app import FakeEncoder, Service, fake_replicas
-from tests.support.upstream import HOST, PUBLIC, REFUSED, Dialler, Resolver, Upstream, answer, redirect
+from tests.support.upstream import HOST, PUBLIC, REFUSED, Dialler, Resolver, Upstream, redirect, reply
 
 # The host `images.test` is allowed. Every look-up returns 127.0.0.1.
 HOSTILE = [
@@ -138,7 +138,7 @@ class World:
     """A fetcher whose connections end at the canary, except those to `PUBLIC`, which reach `server`."""
 
     def __init__(self, resolver: Resolver, answers: Mapping[str, bytes] = {}) -> None:
-        self.canary = Upstream({"/": answer(b"canary")})
+        self.canary = Upstream({"/": reply(b"canary")})
         self.server = Upstream(answers)
         self.resolver = resolver
         self.dialler = Dialler({PUBLIC: self.server}, self.canary)
@@ -215,7 +215,7 @@ def test_allowed_host_with_a_refused_address_is_not_dialled(address: str) -> Non
 def test_second_look_up_cannot_change_the_dialled_address() -> None:
     """DNS rebinding: the checked address is dialled, and each further connection is checked again."""
     resolver = Resolver({HOST: [[PUBLIC], ["127.0.0.1"], [PUBLIC], ["::1"]]})
-    world = World(resolver, {"/": answer(b"public")})
+    world = World(resolver, {"/": reply(b"public")})
     results = world.fetch(*[f"http://{HOST}/"] * 4)
     assert codes(results) == ["public", "url_not_allowed", "public", "url_not_allowed"]
     assert world.dialler.dialled == [(PUBLIC, 80)] * 2
@@ -243,7 +243,7 @@ def as_items(url: str) -> list[Any]:
 
 @pytest.mark.parametrize("domains", [(), (HOST,)])
 def test_app_connects_nowhere_for_a_hostile_url(domains: tuple[str, ...]) -> None:
-    canary = Upstream({"/": answer()})
+    canary = Upstream({"/": reply()})
     resolver = everything_is_local()
     dialler = Dialler({}, canary)
     encoder, registry = FakeEncoder(), CollectorRegistry()

@@ -17,7 +17,7 @@ HOST = "images.test"
 PUBLIC = "93.184.215.14"
 
 
-def answer(body: bytes = b"image", status: int = 200, **headers: str | None) -> bytes:
+def reply(body: bytes = b"image", status: int = 200, **headers: str | None) -> bytes:
     """A response after which the connection closes. A header that is None is left out."""
     fields = {"content_length": str(len(body)), "connection": "close"} | headers
     lines = [f"{name.replace('_', '-')}: {value}" for name, value in fields.items() if value is not None]
@@ -26,7 +26,7 @@ def answer(body: bytes = b"image", status: int = 200, **headers: str | None) -> 
 
 def redirect(location: str, status: int = 302) -> bytes:
     """A response that redirects to `location`."""
-    return answer(b"moved", status, location=location)
+    return reply(b"moved", status, location=location)
 
 
 class Upstream:
@@ -62,7 +62,7 @@ class Upstream:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 self.heads.append(head)
-                script = self.answers.get(head.split(" ")[1], answer(status=404))
+                script = self.answers.get(head.split(" ")[1], reply(status=404))
                 if isinstance(script, bytes):
                     writer.write(script)
                 else:
