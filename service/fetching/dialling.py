@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from ipaddress import ip_address
 from typing import Protocol
 
@@ -16,6 +18,8 @@ import httpcore
 
 from service.config.hosts import Address, Network
 from service.fetching.addresses import is_allowed
+
+_MAX_LOOK_UPS_AT_ONCE = 16
 
 
 class AddressRefused(Exception):
@@ -28,10 +32,21 @@ class Resolve(Protocol):
     async def __call__(self, host: str, port: int, /) -> Sequence[tuple[Address, int]]: ...
 
 
-async def resolve(host: str, port: int, /) -> Sequence[tuple[Address, int]]:
-    """The addresses of a host, each with the port, in the order of the system's resolver."""
-    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return [(ip_address(where[0]), port) for *_, where in found]
+class SystemResolver:
+    """Looks hosts up as the system does, in threads of its own.
+
+    A look-up may take half a minute and cannot be cancelled. In the threads of the event loop, a few of them
+    would hold up everything else that runs there, such as `/metrics`.
+    """
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(_MAX_LOOK_UPS_AT_ONCE, thread_name_prefix="look-up")
+
+    async def __call__(self, host: str, port: int, /) -> Sequence[tuple[Address, int]]:
+        """The addresses of a host, each with the port, in the order of the system's resolver."""
+        look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, look_up)
+        return [(ip_address(where[0]), port) for *_, where in found]
 
 
 class CheckingBackend(httpcore.AsyncNetworkBackend):

@@ -16,7 +16,7 @@ import httpx
 
 from service.config.settings import Settings
 from service.errors import ApiError, BadRequest, TooLarge, UpstreamFailed, UpstreamTimeout, image_param
-from service.fetching.dialling import AddressRefused, CheckingBackend, Resolve, resolve
+from service.fetching.dialling import AddressRefused, CheckingBackend, Resolve, SystemResolver
 from service.fetching.image_urls import PORTS, ImageUrl, check_url, join_url, parse_url, url_refused
 
 MAX_REDIRECTS = 3
@@ -181,16 +181,18 @@ class Fetcher:
 def make_fetcher(
     settings: Settings,
     *,
-    resolve: Resolve = resolve,
+    resolve: Resolve | None = None,
     dialler: httpcore.AsyncNetworkBackend | None = None,
 ) -> Fetcher:
-    """The fetcher for these settings. It looks hosts up with `resolve` and dials with `dialler`."""
+    """The fetcher for these settings. `resolve` and `dialler` stand in for those of the system."""
     limits = FetchLimits(
         max_image_bytes=settings.max_image_bytes,
         max_bytes=settings.max_body_bytes,
         timeout_s=settings.media_timeout_s,
     )
-    backend = CheckingBackend(resolve, settings.allowed_media_networks, dialler or httpcore.AnyIOBackend())
+    backend = CheckingBackend(
+        resolve or SystemResolver(), settings.allowed_media_networks, dialler or httpcore.AnyIOBackend()
+    )
     return Fetcher(settings.allowed_media_domains, limits, backend)
 
 
