@@ -156,7 +156,7 @@ class Fetcher:
             raise UpstreamFailed("the image URL could not be fetched: its server failed") from None
 
     async def _read(self, response: httpcore.Response, budget: _RequestBudget) -> bytes:
-        """Reads the body. Raises `ApiError` for another status than 200, a compressed body and a limit."""
+        """Reads the body. Raises `ApiError` for another status than 200 or an unusable body."""
         _check_status(response.status)
         headers = httpx.Headers(response.headers)
         if headers.get("content-encoding", "identity").lower() not in ("", "identity"):

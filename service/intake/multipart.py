@@ -50,7 +50,7 @@ class _Part:
     header_value: bytes = b""
     kind: Literal["image", "option", "button"] = "image"
     name: str = ""
-    may_be_no_file: bool = False  # it is an empty file input, unless bytes follow
+    is_empty_input: bool = False  # a file input without a file; becomes False if bytes arrive
     chunks: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
 
@@ -136,20 +136,20 @@ class MultipartReader:
         media_type, _ = _parse(part.headers, b"content-type")
         _, parameters = _parse(part.headers, b"content-disposition")
         if is_image_type(media_type) or _has_file_name(part.headers, parameters):
-            part.may_be_no_file = parameters.get(b"filename") == b""
-            if not part.may_be_no_file:
+            part.is_empty_input = parameters.get(b"filename") == b""
+            if not part.is_empty_input:
                 self._check_num_images()
             return
         part.name = parameters.get(b"name", b"").decode("utf-8", "replace")
-        part.kind = self._kind_of_text(part.name)
+        part.kind = self._kind_of(part.name)
 
     def _check_num_images(self) -> None:
         """Raises `TooLarge` if the request has no place for one image more."""
         if len(self._images) == self._limits.max_images:
             raise too_many_images(self._limits)
 
-    def _kind_of_text(self, name: str) -> Literal["option", "button"]:
-        """The kind of a part without a file, by its name. Raises `BadRequest` if the name is unknown."""
+    def _kind_of(self, name: str) -> Literal["option", "button"]:
+        """Tells options and buttons apart by name. Raises `BadRequest` if that is unknown or repeated."""
         if name in self._options:
             raise BadRequest(f"option {name} is given twice", code="invalid_option", param=name)
         if name in OPTION_NAMES:
@@ -166,8 +166,8 @@ class MultipartReader:
 
     def _add_data(self, data: bytes, start: int, end: int) -> None:
         part = self._part
-        if part.may_be_no_file and end > start:
-            part.may_be_no_file = False
+        if part.is_empty_input and end > start:
+            part.is_empty_input = False
             self._check_num_images()
         part.num_bytes += end - start
         if part.kind == "image":
@@ -183,7 +183,7 @@ class MultipartReader:
 
     def _end_part(self) -> None:
         part = self._part
-        if part.kind == "button" or part.may_be_no_file:
+        if part.kind == "button" or part.is_empty_input:
             self._ignore_part()
         elif part.kind == "image":
             self._images.append(part.chunks)
