@@ -1,6 +1,6 @@
-"""What goes into an answer and what comes out: bytes in pieces, which are sent as they are.
+"""The data that an answer is made from, and the answer: its bytes in pieces, which are sent as they are.
 
-Knows nothing of forms.
+Knows nothing of the forms of an answer.
 """
 
 from __future__ import annotations
@@ -13,26 +13,27 @@ import torch
 from service.answers.answer_options import AnswerOptions
 from service.answers.dtypes import DtypeName, dtype_name
 
-Piece = bytes | memoryview  # a memoryview is of single bytes, so that its length is their number
+Piece = bytes | memoryview  # a memoryview has items of one byte, so that `len` is the number of bytes
 
-_PIECE_BYTES = 2**20  # smaller ones are joined, as each costs a call down to the socket
+_PIECE_BYTES = 2**20  # smaller pieces are joined, because each piece costs a call down to the socket
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The body of an answer. Its pieces are never joined, as a whole one may take a gigabyte."""
+    """The body of an answer. Its pieces are never joined into one, because a body may have a gigabyte."""
 
     body: tuple[Piece, ...]  # at least one
     media_type: str
 
     @property
     def num_bytes(self) -> int:
+        """The length of the body."""
         return sum(len(piece) for piece in self.body)
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Which model made the vectors, as every response says it."""
+    """The model that made the vectors, as every answer names it."""
 
     name: str
     revision: str | None
@@ -41,7 +42,7 @@ class ModelIdentity:
 
 @dataclass(frozen=True)
 class ImageFacts:
-    """What the response says of one image beside its embedding."""
+    """What an answer says about one image, apart from its embedding."""
 
     num_tokens: int
     grid_thw: tuple[int, int, int]  # in patches, before the spatial merge
@@ -51,8 +52,8 @@ class ImageFacts:
 
 
 @dataclass(frozen=True, eq=False)
-class Embedded:
-    """The images of one request with their embeddings: finite, contiguous, on the host, of one dtype."""
+class EmbeddedImages:
+    """The images of one request with their embeddings: finite, contiguous, on the host, all of one dtype."""
 
     model: ModelIdentity
     options: AnswerOptions
@@ -61,24 +62,24 @@ class Embedded:
 
     @property
     def dtype(self) -> DtypeName:
-        """Of the numbers, which is the model's own where none was asked for."""
+        """The dtype of the embeddings, which is the model's own if the request named none."""
         return dtype_name(self.embeddings[0].dtype)
 
     @property
     def num_tokens(self) -> int:
-        """Of all images."""
+        """The number of tokens of all images."""
         return sum(image.num_tokens for image in self.images)
 
     def rows(self) -> torch.Tensor:
-        """[images, hidden] if pooled, else [all tokens, width]; of a single image no copy."""
+        """[images, hidden] if pooled, else [all tokens, width]. Tokens of a single image are not copied."""
         if self.options.pooling == "mean":
             return torch.stack(tuple(self.embeddings))
         return self.embeddings[0] if len(self.embeddings) == 1 else torch.cat(tuple(self.embeddings))
 
 
 def join_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
-    """The same bytes in fewer pieces: small neighbours are joined, large pieces are left as they are."""
-    gathered: list[Piece] = []
+    """The same bytes in fewer pieces: small neighbours are joined, large pieces stay as they are."""
+    joined: list[Piece] = []
     small: list[Piece] = []
     num_small = 0
     for piece in pieces:
@@ -86,8 +87,8 @@ def join_pieces(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
             small.append(piece)
             num_small += len(piece)
         if len(piece) >= _PIECE_BYTES or num_small >= _PIECE_BYTES:
-            gathered.append(b"".join(small))
+            joined.append(b"".join(small))
             small, num_small = [], 0
         if len(piece) >= _PIECE_BYTES:
-            gathered.append(piece)
-    return tuple(piece for piece in (*gathered, b"".join(small)) if piece)
+            joined.append(piece)
+    return tuple(piece for piece in (*joined, b"".join(small)) if piece)

@@ -1,6 +1,6 @@
-"""What an answer is to hold and in which form, with every default filled in.
+"""The options of a request, resolved: every default is filled in, and no two options conflict.
 
-Knows what the options mean to the encoder and to the size of an answer; nothing of how a request
+Knows what the options mean to the encoder and to the size of an answer; knows nothing of how a request
 states them.
 """
 
@@ -16,8 +16,8 @@ from service.errors import BadRequest
 Pooling = Literal["mean", "none"]
 EncodingFormat = Literal["float", "base64"]
 EmbedFormat = Literal["json", "safetensors", "npy", "vllm"]
-AnswerFormat = EmbedFormat | Literal["openai"]  # the last is `/v1/embeddings`' own
-# JSON of more numbers than this is slower to write and to read than any encoder, and some 50 MB large.
+AnswerFormat = EmbedFormat | Literal["openai"]  # "openai" is for `/v1/embeddings` only
+# Writing and reading JSON of more numbers takes longer than any encoder, and it has more than about 50 MB.
 MAX_JSON_FLOATS = 4_194_304
 
 
@@ -29,11 +29,11 @@ class AnswerOptions:
     normalize: bool
     deepstack: bool
     dtype: DtypeName | None  # None: the model's own
-    encoding_format: EncodingFormat | None  # None: no form in which there is a choice
+    encoding_format: EncodingFormat | None  # None: `format` leaves no choice
     format: AnswerFormat
 
     def output_spec(self) -> OutputSpec:
-        """The same, in the encoder's terms."""
+        """The part of the options that the encoder needs."""
         return OutputSpec(
             pooled=self.pooling == "mean",
             normalize=self.normalize,
@@ -42,16 +42,17 @@ class AnswerOptions:
         )
 
     def check_size(self, *, num_images: int, num_tokens: int, hidden_size: int, width: int) -> None:
-        """Refuses what cannot be answered, before anything is encoded.
+        """Refuses a request whose answer cannot be written, before anything is encoded.
 
-        That is more JSON floats than may be sent, and tokens of several images in one npy file.
         `num_tokens` is the sum over the images, `width` the columns of a token with its deepstack columns.
+        Raises `BadRequest`: `response_too_large` for more than `MAX_JSON_FLOATS` JSON floats, and
+        `option_conflict` for the tokens of several images in one npy file.
         """
         if self.format == "npy" and self.pooling == "none" and num_images > 1:
             raise option_conflict(
                 "format",
-                "an npy file cannot say where the tokens of one image end; ask for format=safetensors, "
-                "or send one image",
+                "an npy file cannot hold the tokens of several images, because nothing in it would say where "
+                "an image ends; ask for format=safetensors, or send one image",
             )
         if self.encoding_format != "float":
             return
@@ -59,13 +60,13 @@ class AnswerOptions:
         num_floats = rows * (width if self.deepstack else hidden_size)
         if num_floats > MAX_JSON_FLOATS:
             raise BadRequest(
-                f"the response would hold {num_floats} JSON floats, and at most {MAX_JSON_FLOATS} are sent; "
-                "ask for encoding_format=base64 or, at /embed, for format=safetensors; or send fewer images",
+                f"the answer would hold {num_floats} JSON floats; {MAX_JSON_FLOATS} are allowed. Ask for "
+                "encoding_format=base64 or, at /embed, for format=safetensors, or send fewer images",
                 code="response_too_large",
                 param="encoding_format",
             )
 
 
 def option_conflict(name: str, message: str) -> BadRequest:
-    """An option cannot apply together with the others."""
+    """The error for an option that cannot apply together with the others."""
     return BadRequest(message, code="option_conflict", param=name)

@@ -1,7 +1,7 @@
-"""Tensors on the host as bytes and as text, little by little. Knows numbers only.
+"""Writes tensors on the host as bytes and as text, slice by slice. Knows numbers only.
 
-One call of the JSON or base64 encoder holds the interpreter lock until it ends, and other threads get their
-turn between two calls.
+A call of the JSON or base64 encoder holds the interpreter lock until it returns. Other threads run between
+two calls.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from service.answers.answer import Piece
 from service.errors import NonFiniteOutput, image_param
 
-_SLICE_BYTES = 3 << 18  # bytes given to base64 at once; a multiple of 3, so that slices join without padding
-_BFLOAT16_INFINITY = 0x7F80  # its bits; those of what is no number are above
-_CHECKED_NUMBERS = 2**20  # at once, as the check takes memory of its own
+_SLICE_BYTES = 3 << 18  # encoded to base64 in one call; a multiple of 3, so that slices join without padding
+_BFLOAT16_INFINITY = 0x7F80  # the bits of infinity without the sign; those of NaN are larger
+_CHECKED_NUMBERS = 2**20  # checked in one call, because the check allocates memory
 
 
 def check_finite(embedding: torch.Tensor, index: int) -> None:
-    """Raises `NonFiniteOutput`, which names the image, for an infinity or no number."""
-    is_small = embedding.numel() <= _CHECKED_NUMBERS  # as most are, and splitting takes microseconds
+    """Raises `NonFiniteOutput`, which names the image by `index`, for an infinity or NaN."""
+    is_small = embedding.numel() <= _CHECKED_NUMBERS  # most are small, and splitting takes microseconds
     parts = (embedding,) if is_small else embedding.split(max(1, _CHECKED_NUMBERS // embedding.shape[-1]))
     if not all(_is_finite(part) for part in parts):
         name = image_param(index)
@@ -33,7 +33,7 @@ def check_finite(embedding: torch.Tensor, index: int) -> None:
 
 
 def _is_finite(part: torch.Tensor) -> bool:
-    """By numpy, for a tenth of what torch takes."""
+    """Uses numpy, which takes a tenth of torch's time."""
     if part.dtype == torch.bfloat16:
         magnitudes = part.view(torch.int16).numpy() & 0x7FFF
         return int(magnitudes.max()) < _BFLOAT16_INFINITY
@@ -41,18 +41,18 @@ def _is_finite(part: torch.Tensor) -> bool:
 
 
 def little_endian(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The numbers in little-endian order, not copied if they are; bfloat16, which numpy lacks, as int16."""
+    """The numbers in little-endian order, copied only if they are in another. bfloat16 becomes int16."""
     array = (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return array.astype(array.dtype.newbyteorder("<"), copy=False)
 
 
 def bytes_of(array: npt.NDArray[Any]) -> memoryview:
-    """The bytes of a contiguous array, not copied."""
+    """The bytes of a contiguous array, without a copy."""
     return array.reshape(-1).view(np.uint8).data
 
 
 def json_numbers(tensor: torch.Tensor) -> Iterator[bytes]:
-    """A JSON array of float32 numbers, each the shortest that reads back as the same."""
+    """A JSON array of float32 numbers, each as the shortest text that reads back as the same number."""
     assert tensor.dtype == torch.float32, f"JSON floats are float32, not {tensor.dtype}"
     array = tensor.numpy()
     if array.ndim == 1:
@@ -66,14 +66,14 @@ def json_numbers(tensor: torch.Tensor) -> Iterator[bytes]:
 
 
 class Base64Writer:
-    """A file that can only be written, and that is kept as base64."""
+    """A write-only file that keeps base64 of its bytes."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
-        self._rest = b""  # fewer than 3 bytes, which wait for more
+        self._rest = b""  # fewer than 3 bytes, until more bytes come
 
     def write(self, data: Piece) -> int:
-        """Takes the next bytes; says how many they were."""
+        """Takes the next bytes and returns their number."""
         num_bytes = len(data)
         if self._rest:
             first = -len(self._rest) % 3
@@ -89,15 +89,15 @@ class Base64Writer:
         return num_bytes
 
     def flush(self) -> None:
-        """Called by who writes files; there is nothing to do."""
+        """Does nothing. `torch.save` calls it."""
 
     def finish(self) -> list[bytes]:
-        """The base64 of all that was written, with its padding, in pieces."""
+        """Returns the base64 of all bytes written, with padding, in pieces."""
         return [*self._pieces, base64.b64encode(self._rest)]
 
 
 def base64_text(tensor: torch.Tensor) -> list[bytes]:
-    """base64 of the little-endian bytes, in pieces."""
+    """base64 of the little-endian bytes of a tensor, in pieces."""
     writer = Base64Writer()
     writer.write(bytes_of(little_endian(tensor)))
     return writer.finish()

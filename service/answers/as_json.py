@@ -1,4 +1,4 @@
-"""The JSON answer of `/embed`: each image with its facts, numbers as JSON or in base64."""
+"""Writes the JSON answer of `/embed`: each image with its facts, and numbers as JSON or base64."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import orjson
 import torch
 
-from service.answers.answer import Embedded, ImageFacts, Piece
+from service.answers.answer import EmbeddedImages, ImageFacts, Piece
 from service.answers.answer_options import EncodingFormat
 from service.answers.arrays import base64_text, json_numbers
 
 
-def json_pieces(embedded: Embedded) -> Iterator[Piece]:
+def json_pieces(embedded: EmbeddedImages) -> Iterator[Piece]:
     """`{"object": "list", …, "data": [entry, …], "usage": …}`"""
     head = {
         "object": "list",
@@ -35,7 +35,7 @@ def json_pieces(embedded: Embedded) -> Iterator[Piece]:
 def _entry(
     index: int, image: ImageFacts, embedding: torch.Tensor, encoding_format: EncodingFormat
 ) -> Iterator[Piece]:
-    """One member of `data`."""
+    """One item of `data`."""
     facts: dict[str, object] = {
         "num_tokens": image.num_tokens,
         "grid_thw": image.grid_thw,
@@ -51,7 +51,7 @@ def _entry(
 
 
 def embedding_head(index: int, embedding: torch.Tensor, encoding_format: EncodingFormat) -> Iterator[Piece]:
-    """An entry up to its numbers, not closed: `{"object": "embedding", "index": 0, "embedding": […]`."""
+    """The start of an entry, up to its numbers: `{"object": "embedding", "index": 0, "embedding": […]`."""
     yield b'{"object":"embedding","index":%d,"embedding":' % index
     if encoding_format == "base64":
         yield b'"'

@@ -1,4 +1,4 @@
-"""The answer of `/v1/embeddings`, with the members of OpenAI's embeddings API and no others."""
+"""Writes the answer of `/v1/embeddings`, with the members of OpenAI's embeddings API and no others."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import orjson
 
-from service.answers.answer import Embedded, Piece
+from service.answers.answer import EmbeddedImages, Piece
 from service.answers.as_json import embedding_head
 
 
-def openai_pieces(embedded: Embedded) -> Iterator[Piece]:
+def openai_pieces(embedded: EmbeddedImages) -> Iterator[Piece]:
     """`{"object": "list", "data": [entry, …], "model": …, "usage": …}`; usage counts image tokens."""
     encoding_format = embedded.options.encoding_format
     assert encoding_format is not None, "JSON needs an encoding of numbers"

@@ -1,8 +1,8 @@
-"""One safetensors file: all embeddings, and which rows are whose.
+"""Writes one safetensors file: all embeddings, and the number of rows of each image.
 
-Written here and not by the library, whose writer copies everything in one call that holds the interpreter
-lock: seconds for a gigabyte. The file is the length of a JSON header, the header, and the numbers, as they
-are. Source: the format's description in the documentation of safetensors.
+The writer of the library copies everything in one call that holds the interpreter lock, which takes seconds
+for a gigabyte. So the file is written here: the length of a JSON header, the header, and the numbers as they
+are. Source: the description of the format in the documentation of safetensors.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Iterator
 import numpy as np
 import orjson
 
-from service.answers.answer import Embedded, Piece
+from service.answers.answer import EmbeddedImages, Piece
 from service.answers.arrays import bytes_of, little_endian
 
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_ALIGNMENT = 8  # of the numbers in the file: the integers stand first, so that all are aligned
+_ALIGNMENT = 8  # of the numbers, in bytes; the 8-byte integers come first, so that all are aligned
 
 
-def safetensors_pieces(embedded: Embedded) -> Iterator[Piece]:
-    """`embeddings` [images, hidden] or [all tokens, width], `grid_thw` [images, 3], `num_tokens` [images]."""
+def safetensors_pieces(embedded: EmbeddedImages) -> Iterator[Piece]:
+    """`grid_thw` [images, 3], `num_tokens` [images], `embeddings` [images, hidden] or [all tokens, width]."""
     grids = np.array([image.grid_thw for image in embedded.images], dtype="<i8")
     num_tokens = np.array([image.num_tokens for image in embedded.images], dtype="<i8")
     pieces = [bytes_of(little_endian(embedding)) for embedding in embedded.embeddings]
@@ -43,8 +43,8 @@ def safetensors_pieces(embedded: Embedded) -> Iterator[Piece]:
     yield from pieces
 
 
-def _metadata(embedded: Embedded) -> dict[str, str]:
-    """Text only; a revision that is not known is the empty one."""
+def _metadata(embedded: EmbeddedImages) -> dict[str, str]:
+    """The metadata, which safetensors allows as text only. A revision that is not known is empty."""
     return {
         "model": embedded.model.name,
         "revision": embedded.model.revision or "",

@@ -1,7 +1,7 @@
-"""Content parts that a chat request to vLLM takes in place of images.
+"""Writes content parts that a chat request to vLLM may hold in place of images.
 
-One `image_embeds` part for each image: all tokens with their deepstack columns, as base64 of a file that vLLM
-reads. Source: vLLM 0.33, `--enable-mm-embeds`.
+Each image becomes one `image_embeds` part: all tokens with their deepstack columns, as base64 of a file that
+vLLM reads. Source: vLLM 0.33, `--enable-mm-embeds`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import IO, cast
 import orjson
 import torch
 
-from service.answers.answer import Embedded, ImageFacts, Piece
+from service.answers.answer import EmbeddedImages, ImageFacts, Piece
 from service.answers.arrays import Base64Writer, little_endian
 from service.answers.as_npy import npy_file
 from service.answers.dtypes import DtypeName
 
 
-def vllm_pieces(embedded: Embedded) -> Iterator[Piece]:
+def vllm_pieces(embedded: EmbeddedImages) -> Iterator[Piece]:
     """`{"model", "revision", "fingerprint", "dtype", "token_width", "content": [part, …]}`"""
     head = {
         "model": embedded.model.name,
@@ -37,7 +37,7 @@ def vllm_pieces(embedded: Embedded) -> Iterator[Piece]:
 
 
 def image_uuid(fingerprint: str, image: ImageFacts, dtype: DtypeName) -> str:
-    """The key under which vLLM caches the image: another one for whatever could change its tokens."""
+    """The key under which vLLM caches the image. It changes with everything that could change the tokens."""
     return "vs1-" + hashlib.sha256(f"{fingerprint} {image.sha256} {dtype}".encode()).hexdigest()
 
 
@@ -54,8 +54,8 @@ def _file(tokens: torch.Tensor) -> list[bytes]:
     """base64 of a torch file for bfloat16, which `.npy` lacks, and of a `.npy` file for other types."""
     writer = Base64Writer()
     if tokens.dtype == torch.bfloat16:
-        # The file holds the whole storage, which no other image shares. torch asks for nothing of a file but
-        # to be written and flushed.
+        # The file holds the whole storage, which no other image shares. Of a file, torch calls only `write`
+        # and `flush`.
         torch.save(tokens, cast(IO[bytes], writer))
     else:
         for piece in npy_file(little_endian(tokens)):

@@ -1,4 +1,4 @@
-"""The types of embeddings, by the names that requests, settings and answers have for them."""
+"""The dtypes of embeddings, under the names that requests, settings and answers use."""
 
 from __future__ import annotations
 

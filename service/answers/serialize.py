@@ -1,7 +1,7 @@
-"""`serialize`: embeddings become the body of an answer, in the form that the options name.
+"""Writes embeddings as the body of an answer, in the form that the options name.
 
-Large arrays never pass through Python lists, and no call holds the interpreter lock for long where the
-library gives a choice.
+Large arrays never become Python lists. No call holds the interpreter lock for long, as far as the libraries
+allow that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from service.answers.answer import Answer, Embedded, ImageFacts, ModelIdentity, Piece, join_pieces
+from service.answers.answer import Answer, EmbeddedImages, ImageFacts, ModelIdentity, Piece, join_pieces
 from service.answers.answer_options import AnswerFormat, AnswerOptions
 from service.answers.arrays import check_finite
 from service.answers.as_json import json_pieces
@@ -22,17 +22,19 @@ from service.answers.as_vllm import vllm_pieces
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Writer:
+    """How a form of answer is written."""
+
     media_type: str
-    pieces: Callable[[Embedded], Iterable[Piece]]
+    pieces: Callable[[EmbeddedImages], Iterable[Piece]]
 
 
-_FORMS: Mapping[AnswerFormat, _Form] = {
-    "json": _Form("application/json", json_pieces),
-    "safetensors": _Form("application/x-safetensors", safetensors_pieces),
-    "npy": _Form("application/x-npy", npy_pieces),
-    "vllm": _Form("application/json", vllm_pieces),
-    "openai": _Form("application/json", openai_pieces),
+_WRITERS: Mapping[AnswerFormat, _Writer] = {
+    "json": _Writer("application/json", json_pieces),
+    "safetensors": _Writer("application/x-safetensors", safetensors_pieces),
+    "npy": _Writer("application/x-npy", npy_pieces),
+    "vllm": _Writer("application/json", vllm_pieces),
+    "openai": _Writer("application/json", openai_pieces),
 }
 
 
@@ -44,10 +46,10 @@ def serialize(
 ) -> Answer:
     """The answer for images and their embeddings, each [hidden] or [tokens, width], on the host.
 
-    Raises `NonFiniteOutput` if any number is infinite or not a number: such a vector may not be compared.
+    Raises `NonFiniteOutput` if a number is infinite or NaN, because such vectors cannot be compared.
     """
     for index, embedding in enumerate(embeddings):
         check_finite(embedding, index)
-    embedded = Embedded(model, options, images, [embedding.contiguous() for embedding in embeddings])
-    form = _FORMS[options.format]
-    return Answer(join_pieces(form.pieces(embedded)), form.media_type)
+    embedded = EmbeddedImages(model, options, images, [embedding.contiguous() for embedding in embeddings])
+    writer = _WRITERS[options.format]
+    return Answer(join_pieces(writer.pieces(embedded)), writer.media_type)

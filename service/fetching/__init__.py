@@ -1,4 +1,4 @@
-"""Images that are URLs: which hosts and addresses are allowed, and the download itself.
+"""Downloads images that are given as URLs, from the hosts and addresses that the settings allow.
 
 It hands on the bytes of each image.
 It knows nothing of how the request named the URL or of what the bytes contain.

@@ -1,6 +1,6 @@
-"""Which hosts and IP addresses an image may be fetched from: pure rules, without a look-up.
+"""Decides from which IP addresses an image may be fetched, by pure rules without a look-up.
 
-Knows how hosts are written and what the blocks of the address space are for; nothing of URLs or sockets.
+Knows what the blocks of the address space are for; knows nothing of hosts, URLs or sockets.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ipaddress import (
 
 from service.config.hosts import Address, Network
 
-# Public IPv6 addresses come from this block only. Source: the IANA registry of the IPv6 address space.
+# All public IPv6 addresses are in this block. Source: the IANA registry of the IPv6 address space.
 _IPV6_UNICAST = IPv6Network("2000::/3")
-# The well-known prefix of translators: the last four bytes are the IPv4 address that is reached. RFC 6052.
+# The well-known prefix of NAT64 translators: the last four bytes are the IPv4 address behind it. RFC 6052.
 _NAT64 = IPv6Network("64:ff9b::/96")
-# What no web server is meant to have. Sources: the IANA registries of special-purpose addresses. `is_global`
-# of the standard library lacks some of it, and differs between releases.
+# Addresses that no public web server has. Sources: the IANA registries of special-purpose addresses.
+# `is_global` of the standard library lacks some of these blocks, and differs between releases of Python.
 _SPECIAL = tuple(
     ip_network(block)
     for block in (
@@ -59,7 +59,7 @@ def is_allowed(address: Address, networks: Sequence[Network]) -> bool:
 
 
 def _reached(address: Address) -> Address:
-    """Where packets to an address end: at an IPv4 address, if the IPv6 address holds one to be translated."""
+    """The address that packets reach: the IPv4 address within a mapped or translated IPv6 address."""
     if isinstance(address, IPv6Address):
         if address.ipv4_mapped is not None:
             return address.ipv4_mapped

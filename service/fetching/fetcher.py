@@ -1,7 +1,7 @@
-"""Fetching the images of a request that are given as URLs, where the settings allow that at all.
+"""Fetches the images of a request that are given as URLs, from the hosts that the settings allow.
 
-Each URL and each redirect is checked by `image_urls`, each address by `dialling`. Bytes and time are bounded
-while an answer arrives. Knows nothing of what an image is.
+`image_urls` checks each URL and each redirect, `dialling` each address. Bytes and time are limited while a
+response arrives. Knows nothing of what an image is.
 """
 
 from __future__ import annotations
@@ -16,30 +16,29 @@ import httpx
 
 from service.config.settings import Settings
 from service.errors import ApiError, BadRequest, TooLarge, UpstreamFailed, UpstreamTimeout, image_param
-from service.fetching.dialling import AddressRefused, CheckingBackend, Resolve, resolve
+from service.fetching.dialling import AddressRefused, CheckingBackend, Resolve, SystemResolver
 from service.fetching.image_urls import PORTS, ImageUrl, check_url, join_url, parse_url, url_refused
 
 MAX_REDIRECTS = 3
 
 _REDIRECTS = (301, 302, 303, 307, 308)
-# Of one request, and of all together: more wait their turn.
-_MAX_FETCHES_AT_ONCE = 8
-_MAX_CONNECTIONS = 64
+_MAX_FETCHES_AT_ONCE = 8  # of one request; further images wait
+_MAX_CONNECTIONS = 64  # of all requests; further fetches wait
 _MAX_IDLE_CONNECTIONS = 16
 _KEEP_ALIVE_S = 15.0
 
 
 @dataclass(frozen=True)
 class FetchLimits:
-    """What may be fetched at most for one request."""
+    """The limits on what is fetched for one request."""
 
     max_image_bytes: int
-    max_bytes: int  # of all its images together
-    timeout_s: float  # for all of them to arrive
+    max_bytes: int  # of all images together
+    timeout_s: float  # from the start until all images have arrived
 
 
-class _Allowance:
-    """What one request may still fetch: bytes, and `slots` for those that arrive at the same time."""
+class _RequestBudget:
+    """The bytes that one request may still fetch, and `slots` for its fetches that run at the same time."""
 
     def __init__(self, limits: FetchLimits, hold: Callable[[int], None]) -> None:
         self._limits = limits
@@ -47,7 +46,8 @@ class _Allowance:
         self._num_bytes = 0
         self.slots = asyncio.Semaphore(_MAX_FETCHES_AT_ONCE)
 
-    def take(self, num_bytes: int) -> None:
+    def add(self, num_bytes: int) -> None:
+        """Counts bytes that arrived. Raises `TooLarge`, or what `hold` raises, if there are too many."""
         self._num_bytes += num_bytes
         if self._num_bytes > self._limits.max_bytes:
             message = f"the images have more than the {self._limits.max_bytes} bytes allowed together"
@@ -56,7 +56,7 @@ class _Allowance:
 
 
 class Fetcher:
-    """Fetches images. Has one pool of connections, for one event loop; `aclose` ends it."""
+    """Fetches images through one pool of connections, on one event loop. `aclose` closes the pool."""
 
     def __init__(
         self,
@@ -64,10 +64,10 @@ class Fetcher:
         limits: FetchLimits,
         backend: httpcore.AsyncNetworkBackend,
     ) -> None:
-        """`domains` are hosts in their canonical spelling; without any, every URL is refused."""
+        """`domains` are hosts in their canonical spelling. If it is empty, every URL is refused."""
         self._domains = frozenset(domains)
         self._limits = limits
-        # httpcore is what httpx sends with. No proxy, no cookies, no redirects, no decoding.
+        # httpcore, on which httpx is built: no proxy, no cookies, no redirects, no decoding.
         self._pool = httpcore.AsyncConnectionPool(
             ssl_context=httpx.create_ssl_context() if domains else None,
             max_connections=_MAX_CONNECTIONS,
@@ -83,17 +83,17 @@ class Fetcher:
     async def fetch(
         self, images: Sequence[bytes | ImageUrl], hold: Callable[[int], None] = lambda num_bytes: None
     ) -> list[bytes]:
-        """The images, with the bytes in place of each URL. Raises `ApiError`, whose param is the image.
+        """Returns the images, with the bytes in place of each URL. Raises `ApiError`, which names the image.
 
-        `hold` is told of bytes as they arrive, and may raise where the server has no room for them. All URLs
-        are checked before the first is fetched. As soon as one fails the others are dropped.
+        `hold` is called with the number of bytes that arrived, and may raise if the server has no room for
+        them. All URLs are checked before the first is fetched. If one image fails, the others are dropped.
         """
         targets: dict[int, httpx.URL] = {}
         for index, image in enumerate(images):
             if isinstance(image, ImageUrl):
                 targets[index] = self._check(image.url, index)
-                await asyncio.sleep(0)  # the longest URL takes some milliseconds
-        fetched = await self._fetch_all(targets, _Allowance(self._limits, hold)) if targets else {}
+                await asyncio.sleep(0)  # the longest URL takes a few milliseconds
+        fetched = await self._fetch_all(targets, _RequestBudget(self._limits, hold)) if targets else {}
         return [image if isinstance(image, bytes) else fetched[index] for index, image in enumerate(images)]
 
     def _check(self, url: str, index: int) -> httpx.URL:
@@ -103,10 +103,8 @@ class Fetcher:
             error.param = image_param(index)
             raise
 
-    async def _fetch_all(self, targets: Mapping[int, httpx.URL], allowance: _Allowance) -> dict[int, bytes]:
-        tasks = {
-            index: asyncio.create_task(self._fetch_one(url, allowance)) for index, url in targets.items()
-        }
+    async def _fetch_all(self, targets: Mapping[int, httpx.URL], budget: _RequestBudget) -> dict[int, bytes]:
+        tasks = {index: asyncio.create_task(self._fetch_one(url, budget)) for index, url in targets.items()}
         try:
             await asyncio.wait(
                 tasks.values(), timeout=self._limits.timeout_s, return_when=asyncio.FIRST_EXCEPTION
@@ -117,17 +115,17 @@ class Fetcher:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
-            # The error of one leads here, by its traceback, and from here to all images and to itself.
+            # The traceback of an error refers to this frame, and this frame to all images and to the error.
             del task
             tasks.clear()
 
-    async def _fetch_one(self, url: httpx.URL, allowance: _Allowance) -> bytes:
-        async with allowance.slots:
+    async def _fetch_one(self, url: httpx.URL, budget: _RequestBudget) -> bytes:
+        async with budget.slots:
             for _ in range(MAX_REDIRECTS + 1):
                 async with self._get(url) as response:
                     location = _location(response)
                     if location is None:
-                        return await self._read(response, allowance)
+                        return await self._read(response, budget)
                 url = check_url(join_url(url, location), self._domains)
         raise BadRequest(
             f"the image URL is redirected more than {MAX_REDIRECTS} times", code="image_url_rejected"
@@ -135,7 +133,7 @@ class Fetcher:
 
     @asynccontextmanager
     async def _get(self, url: httpx.URL) -> AsyncIterator[httpcore.Response]:
-        """The answer, until its body was read. In place of what httpcore raises, `ApiError`."""
+        """The response, open until its body has been read. Turns the errors of httpcore into `ApiError`."""
         seconds = self._limits.timeout_s
         target = httpcore.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=PORTS[url.scheme], target=url.raw_path
@@ -157,12 +155,12 @@ class Fetcher:
         except (httpcore.NetworkError, httpcore.ProtocolError):
             raise UpstreamFailed("the image URL could not be fetched: its server failed") from None
 
-    async def _read(self, response: httpcore.Response, allowance: _Allowance) -> bytes:
-        """The body, in the length and coding that were asked for."""
+    async def _read(self, response: httpcore.Response, budget: _RequestBudget) -> bytes:
+        """Reads the body. Raises `ApiError` for another status than 200 or an unusable body."""
         _check_status(response.status)
         headers = httpx.Headers(response.headers)
         if headers.get("content-encoding", "identity").lower() not in ("", "identity"):
-            raise UpstreamFailed("the image URL answered with a compressed body, which was not asked for")
+            raise UpstreamFailed("the server of the image URL sent a compressed body, which is not accepted")
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length) > self._limits.max_image_bytes:
             raise _image_too_large(self._limits)
@@ -172,8 +170,9 @@ class Fetcher:
             num_bytes += len(chunk)
             if num_bytes > self._limits.max_image_bytes:
                 raise _image_too_large(self._limits)
-            allowance.take(len(chunk))
+            budget.add(len(chunk))
             chunks.append(chunk)
+            await asyncio.sleep(0)  # one read from the socket may hold ten thousand tiny chunks
         if not num_bytes:
             raise BadRequest("the image is empty", code="empty_input")
         return b"".join(chunks)
@@ -182,21 +181,23 @@ class Fetcher:
 def make_fetcher(
     settings: Settings,
     *,
-    resolve: Resolve = resolve,
+    resolve: Resolve | None = None,
     dialler: httpcore.AsyncNetworkBackend | None = None,
 ) -> Fetcher:
-    """The fetcher that the settings ask for, which looks up with `resolve` and dials with `dialler`."""
+    """The fetcher for these settings. `resolve` and `dialler` stand in for those of the system."""
     limits = FetchLimits(
         max_image_bytes=settings.max_image_bytes,
         max_bytes=settings.max_body_bytes,
         timeout_s=settings.media_timeout_s,
     )
-    backend = CheckingBackend(resolve, settings.allowed_media_networks, dialler or httpcore.AnyIOBackend())
+    backend = CheckingBackend(
+        resolve or SystemResolver(), settings.allowed_media_networks, dialler or httpcore.AnyIOBackend()
+    )
     return Fetcher(settings.allowed_media_domains, limits, backend)
 
 
 def _raise_first(tasks: Mapping[int, asyncio.Task[bytes]], limits: FetchLimits) -> None:
-    """What the first image that failed raised; if none did and one has not ended, that the time is over."""
+    """Raises the error of the first image that failed, or a timeout if none failed and one is not done."""
     for index, task in tasks.items():
         error = task.exception() if task.done() else None
         if isinstance(error, ApiError):
@@ -205,26 +206,26 @@ def _raise_first(tasks: Mapping[int, asyncio.Task[bytes]], limits: FetchLimits) 
             try:
                 raise error
             finally:
-                del error, task  # they lead here, by its traceback
+                del error, task  # the traceback of the error refers to this frame
     for index, task in tasks.items():
         if not task.done():
             raise _too_slow(limits, image_param(index))
 
 
 def _location(response: httpcore.Response) -> str | None:
-    """Where a redirect leads; None: the answer is none."""
+    """The target of a redirect, or None if the response is not a redirect."""
     if response.status not in _REDIRECTS:
         return None
     headers = httpx.Headers(response.headers)
     if "location" not in headers:
-        raise UpstreamFailed("the image URL is redirected, and its server does not say where to")
+        raise UpstreamFailed("the image URL is redirected, but the redirect has no Location")
     return headers["location"]
 
 
 def _check_status(status: int) -> None:
     if status == 200:
         return
-    message = f"the image URL answered {status}"
+    message = f"the server of the image URL answered {status}"
     if 400 <= status < 500:
         raise BadRequest(message, code="image_url_rejected")
     raise UpstreamFailed(message)

@@ -1,6 +1,6 @@
-"""Which image URLs may be fetched, as far as the URL itself tells: pure rules, without a look-up.
+"""Decides which image URLs may be fetched, by pure rules on the URL itself, without a look-up.
 
-Knows schemes, ports and hosts; the addresses of a host are checked where it is dialled.
+Knows schemes, ports and hosts; `dialling` checks the addresses of a host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from service.config.hosts import canonical_host
 from service.errors import BadRequest, UpstreamFailed
 
 PORTS = {"http": 80, "https": 443}
-# In UTF-8. The library takes up to a microsecond for each.
+# In UTF-8. The library takes up to a microsecond for each byte.
 MAX_URL_BYTES = 8192
 
 _AUTHORITY = re.compile(r"(?:[^:/?#]*:)?//([^/?#]*)")
@@ -23,7 +23,7 @@ _HOST_AND_PORT = re.compile(r"(?:\[[^\]]*\]|[^:\[\]]*)(?::[0-9]*)?")
 
 
 def parse_url(text: str) -> httpx.URL:
-    """Raises `BadRequest` for what is no URL, or over `MAX_URL_BYTES`."""
+    """Parses an image URL. Raises `BadRequest` if it is malformed or has more than `MAX_URL_BYTES`."""
     if _is_too_long(text):
         raise _not_allowed(f"the image URL has more than the {MAX_URL_BYTES} bytes allowed")
     try:
@@ -34,14 +34,14 @@ def parse_url(text: str) -> httpx.URL:
 
 
 def join_url(url: httpx.URL, location: str) -> httpx.URL:
-    """Where a redirect leads. Raises `UpstreamFailed` if that is no URL, or over `MAX_URL_BYTES`."""
+    """The target of a redirect from `url`. Raises `UpstreamFailed` if it is malformed or too long."""
     if _is_too_long(location):
-        raise UpstreamFailed(f"the image URL is redirected to one of more than {MAX_URL_BYTES} bytes")
+        raise UpstreamFailed(f"the image URL is redirected to a URL of more than {MAX_URL_BYTES} bytes")
     try:
         _check_port(location)
         return url.join(location)
     except (httpx.InvalidURL, ValueError):
-        raise UpstreamFailed("the image URL is redirected to what is no URL") from None
+        raise UpstreamFailed("the image URL is redirected to a malformed URL") from None
 
 
 def _is_too_long(text: str) -> bool:
@@ -49,16 +49,16 @@ def _is_too_long(text: str) -> bool:
 
 
 def _check_port(text: str) -> None:
-    """Raises `ValueError` unless a port is of ASCII digits, behind a colon: the library reads others too."""
+    """Raises `ValueError` if a port has characters other than ASCII digits, which the library accepts."""
     authority = _AUTHORITY.match(text)
     if authority and not _HOST_AND_PORT.fullmatch(authority[1].rpartition("@")[2]):
         raise ValueError("no port")
 
 
 def check_url(url: httpx.URL, domains: Collection[str]) -> httpx.URL:
-    """The URL with its host in the canonical spelling, if it may be fetched. Raises `BadRequest`.
+    """Returns the URL with its host in the canonical spelling. Raises `BadRequest` if it may not be fetched.
 
-    It must be http or https, on that scheme's own port, without a user, of a host in `domains`.
+    It must be http or https, on the scheme's own port, without a user, and its host must be in `domains`.
     """
     if not domains:
         raise _not_allowed(
@@ -77,17 +77,17 @@ def check_url(url: httpx.URL, domains: Collection[str]) -> httpx.URL:
     if host not in domains:
         raise url_refused()
     if host == url.raw_host.decode() and url.port is None:
-        return url  # a copy would be parsed again
+        return url  # copying it would parse it again
     try:
         return url.copy_with(host=host, port=None)
-    except httpx.InvalidURL:  # too long, now that it is escaped
+    except httpx.InvalidURL:  # its escaped form is too long
         raise _malformed() from None
 
 
 def url_refused() -> BadRequest:
-    """The same for a host that is not allowed and for one with an address that is not.
+    """The error for a host that is not allowed, and for a host with an address that is not allowed.
 
-    Else the error would tell what a name inside the network stands for.
+    It is the same, because a difference would reveal what a name means inside the network.
     """
     return _not_allowed("this server does not fetch images from that host")
 
@@ -102,6 +102,6 @@ def _not_allowed(message: str) -> BadRequest:
 
 @dataclass(frozen=True)
 class ImageUrl:
-    """An image that is still to be fetched. Nothing of the URL but its scheme was checked."""
+    """An image that is still to be fetched. Of the URL, only the scheme has been checked."""
 
     url: str

@@ -97,12 +97,13 @@ _HEIF_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"hevm", b
 # The major brands that Pillow's AVIF decoder looks into.
 _AVIF_MAJOR_BRANDS = {b"avif", b"avis", b"mif1", b"msf1"}
 
+_DATA_URI = re.compile(rb"\s*data:[\w/+.-]*[;,]", re.IGNORECASE)
+
 _TEXT: tuple[tuple[re.Pattern[bytes], str], ...] = (
     (re.compile(rb"\s*<(?:!doctype\s+html|html|head|body)[\s>]", re.IGNORECASE), "an HTML page"),
     (re.compile(rb"\s*<(?:[^\0]*<)?(?:[a-z]+:)?svg[\s>/]", re.IGNORECASE), "SVG"),
     (re.compile(rb"\s*<(?:\?xml|!--|!doctype)[\s>\-]", re.IGNORECASE), "an XML document"),
     (re.compile(rb"\s*(?:\{\s*[\"}]|\[\s*[\[{\"\d\]-])"), "JSON"),
-    (re.compile(rb"\s*data:\w+/", re.IGNORECASE), "a data: URI; send its bytes, or the URI inside JSON"),
     (re.compile(rb"P[1-7]\s+(?:#|\d|WIDTH)"), "Netpbm (PBM, PGM, PPM, PAM)"),
     (re.compile(rb"P[Ff]\s+\d"), "a portable float map (PFM)"),
     (re.compile(rb"#define\s+\w+_width\s"), "XBM"),
@@ -127,6 +128,12 @@ def sniff(data: bytes) -> ImageFormat:
         raise BadRequest("the JPEG data is broken or truncated", code="invalid_image")
     if name is not None:
         raise unsupported(name)
+    if _DATA_URI.match(data[:_PEEK]):
+        raise UnsupportedMedia(
+            "the data is the text of a data: URI; send the bytes of the image, or send the URI inside JSON; "
+            f"the formats served are {SERVED_FORMATS}",
+            code="unsupported_image_format",
+        )
     raise BadRequest(f"not an image; the formats served are {SERVED_FORMATS}", code="invalid_image")
 
 

@@ -19,8 +19,8 @@ from service.intake.embed_body import (
     image_too_large,
     join_images,
 )
-from service.intake.json_body import JsonForm, parse_json_body
-from service.intake.multipart import MultipartForm
+from service.intake.json_body import JsonReader, parse_json_body
+from service.intake.multipart import MultipartReader
 from service.intake.openai_body import ServedModel, parse_openai_body
 
 _SERVED_TYPES = "image/*, application/octet-stream, multipart/form-data and application/json"
@@ -60,7 +60,7 @@ async def read_openai_body(
             "the body must be JSON, with the Content-Type application/json", code="unsupported_content_type"
         )
     return await _read(
-        JsonForm(parse_openai_body, limits, served), content_length, chunks, limits, run_blocking
+        JsonReader(parse_openai_body, limits, served), content_length, chunks, limits, run_blocking
     )
 
 
@@ -113,9 +113,9 @@ def _form(content_type: ContentType | None, limits: BodyLimits) -> BodyForm:
     if is_image_type(media_type):
         return RawForm(limits)
     if media_type == b"multipart/form-data":
-        return MultipartForm(content_type.parameters.get(b"boundary", b""), limits)
+        return MultipartReader(content_type.parameters.get(b"boundary", b""), limits)
     if media_type == b"application/json":
-        return JsonForm(parse_json_body, limits)
+        return JsonReader(parse_json_body, limits)
     shown = media_type[:100].decode("ascii", "backslashreplace")
     if media_type == b"application/x-www-form-urlencoded":
         raise _unsupported(f"a form of type {shown} holds no image")

@@ -1,6 +1,6 @@
-"""The JSON form of a body of `/embed`, `{"images": [item, …], …options}`, and what all JSON bodies share.
+"""Reads the JSON body of `/embed`: `{"images": [item, …], …options}`. `/v1/embeddings` shares its functions.
 
-Knows the shape of the document; how an image is written as text is `inline_images`' affair.
+Knows the shape of the document; `inline_images` knows how an image is written as text.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from service.errors import ApiError, BadRequest, InvalidShape, image_param, prin
 from service.fetching.image_urls import ImageUrl
 from service.intake.embed_body import BodyLimits, EmbedBody, RunBlocking, check_images, too_many_images
 from service.intake.inline_images import decode_base64, decode_item, decode_url
-from service.intake.options import OPTION_NAMES
+from service.intake.options import FLAGS, OPTION_NAMES
 
 Ts = TypeVarTuple("Ts")
 
-# Larger documents are parsed off the event loop; below this a hop to another thread costs more.
+# Larger documents are parsed off the event loop. For smaller ones a hop to another thread costs more.
 MAX_INLINE_BYTES = 2**16
 # A body full of tiny values would take many times its size in memory. Base64 has none of these characters.
 _MAX_STRUCTURAL_CHARS = 100_000
 
 
-class JsonForm(Generic[*Ts]):
-    """Collects a document, and has it parsed by `parse(chunks, *arguments)` once it is complete."""
+class JsonReader(Generic[*Ts]):
+    """Collects the bytes of a document and calls `parse(chunks, *arguments)` once it is complete."""
 
     def __init__(self, parse: Callable[[list[bytes], *Ts], EmbedBody], *arguments: *Ts) -> None:
         self._parse = parse
@@ -34,10 +34,12 @@ class JsonForm(Generic[*Ts]):
         self._num_bytes = 0
 
     def feed(self, chunk: bytes) -> None:
+        """Keeps the next bytes."""
         self._chunks.append(chunk)
         self._num_bytes += len(chunk)
 
     async def finish(self, run_blocking: RunBlocking) -> EmbedBody:
+        """Parses the document, a large one through `run_blocking`. Raises what `parse` raises."""
         if self._num_bytes > MAX_INLINE_BYTES:
             return await run_blocking(self._parse, self._chunks, *self._arguments)
         return self._parse(self._chunks, *self._arguments)
@@ -48,24 +50,28 @@ def parse_json_body(chunks: list[bytes], limits: BodyLimits) -> EmbedBody:
     document = load_object(chunks, '{"images": ["<base64>"]}')
     for name in document:
         if name not in ("images", *OPTION_NAMES):
-            raise InvalidShape(f"unknown member {printable(name)}", param=printable(name))
-    if "images" not in document:
+            raise InvalidShape(
+                f"unknown member {printable(name)}; the members are images and {', '.join(OPTION_NAMES)}",
+                param=printable(name),
+            )
+    images = document.pop("images", None)
+    if images is None:
         raise InvalidShape("the member images is missing", param="images")
-    options = {name: _option(name, value) for name, value in document.items() if name != "images"}
-    return EmbedBody(read_images(document["images"], limits, read_item), options)
+    options = {name: _option(name, value) for name, value in document.items() if value is not None}
+    return EmbedBody(read_images(images, limits, read_item), options)
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
-    """A number of a document, as it stands there: no digit of it costs time."""
+class JsonNumber:
+    """A number of a document as text, such as `1` or `2.5e3`: converting thousands of digits takes time."""
 
     text: str
 
 
 def load_object(chunks: list[bytes], example: str) -> dict[str, object]:
-    """The document, which must be an object such as `example`. Raises `BadRequest` and `InvalidShape`.
+    """Parses the document. Raises `BadRequest` if it is malformed, `InvalidShape` if it is not an object.
 
-    Empties `chunks`, so that a large body is not held twice.
+    Empties `chunks`, so that a large body is not held twice. The error quotes `example`.
     """
     body = b"".join(chunks)
     chunks.clear()
@@ -76,19 +82,21 @@ def load_object(chunks: list[bytes], example: str) -> dict[str, object]:
 
 
 def _load_json(body: bytes) -> object:
-    """The document, each number in it a `Number`. Raises `BadRequest`.
+    """Parses the document; each number becomes a `JsonNumber`. Raises `BadRequest`.
 
-    The largest body holds the interpreter lock for about 0.1 s. orjson holds it as long, as most of that is
-    the copy of a string, and lets a member stand twice.
+    The largest body holds the interpreter lock for about 0.1 s. orjson holds it as long, because most of the
+    time goes into copying a string, and orjson accepts a member that stands twice.
     """
     if sum(body.count(char) for char in (b",", b"[", b"{")) > _MAX_STRUCTURAL_CHARS:
-        raise BadRequest("the JSON has far more values than any request needs", code="invalid_json")
+        raise BadRequest(
+            f"the JSON has more than {_MAX_STRUCTURAL_CHARS} commas and brackets", code="invalid_json"
+        )
     try:
         return json.loads(
             body.decode("utf-8-sig"),
             object_pairs_hook=_object,
-            parse_int=Number,
-            parse_float=Number,
+            parse_int=JsonNumber,
+            parse_float=JsonNumber,
             parse_constant=_refuse_constant,
         )
     except UnicodeDecodeError:
@@ -103,7 +111,7 @@ def _load_json(body: bytes) -> object:
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     members = dict(pairs)
     if len(members) < len(pairs):
-        raise BadRequest("a member stands twice in one JSON object", code="invalid_json")
+        raise BadRequest("a JSON object has the same member twice", code="invalid_json")
     return members
 
 
@@ -112,17 +120,21 @@ def _refuse_constant(text: str) -> NoReturn:
 
 
 def _option(name: str, value: object) -> str | bool:
-    if not isinstance(value, str | bool):
-        raise InvalidShape(f"{name} must be a string or a boolean", param=name)
-    return value
+    """The value of an option as `resolve_options` takes it: a number becomes the text that a query has."""
+    if isinstance(value, str | bool):
+        return value
+    if name in FLAGS and isinstance(value, JsonNumber):
+        return value.text
+    raise InvalidShape(f"{name} must be a {'boolean' if name in FLAGS else 'string'}", param=name)
 
 
 def read_images(
     value: object, limits: BodyLimits, read: Callable[[object, int, int], bytes | ImageUrl]
 ) -> tuple[bytes | ImageUrl, ...]:
-    """The images of a list, or of one item that stands without it. `read` is as `read_item`.
+    """Reads the images of a list, or the single image that may stand without a list, by `read`.
 
-    Raises `TooLarge` where there are too many, `BadRequest` where there is none, and what `read` raises.
+    `read` has the type of `read_item`. Raises `TooLarge` for too many images, `BadRequest` for none, and
+    what `read` raises.
     """
     items = value if isinstance(value, list) else [value]
     if len(items) > limits.max_images:
@@ -131,7 +143,7 @@ def read_images(
 
 
 def read_item(item: object, index: int, max_bytes: int) -> bytes | ImageUrl:
-    """The image that an item of a document is. Raises `ApiError`, which names it by `index`."""
+    """The bytes or the URL of the image in an item. Raises `ApiError`, which names the image by `index`."""
     try:
         return _decode(item, max_bytes)
     except ApiError as error:
@@ -147,12 +159,12 @@ def _decode(item: object, max_bytes: int) -> bytes | ImageUrl:
             return decode_base64(data, max_bytes)
         case {"url": str(url), **others} if not others:
             return decode_url(url, max_bytes)
-    raise InvalidShape('an image must be a string, {"data": "<base64>"} or {"url": "…"}' + _unknown(item))
+    raise InvalidShape(f'an image must be a string, {{"data": "<base64>"}} or {{"url": "…"}}{_unknown(item)}')
 
 
 def _unknown(item: object) -> str:
     """Names the members that an item should not have, for the error's message."""
-    names = (
-        [printable(name) for name in item if name not in ("data", "url")] if isinstance(item, Mapping) else []
-    )
+    if not isinstance(item, Mapping):
+        return ""
+    names = [printable(name) for name in item if name not in ("data", "url")]
     return f"; unknown: {', '.join(names[:3])}" if names else ""

@@ -1,6 +1,6 @@
-"""The body of `POST /v1/embeddings`: `{"model", "input", "encoding_format", "dimensions", …}`.
+"""Reads the body of `POST /v1/embeddings`: `{"model", "input", "encoding_format", "dimensions", …}`.
 
-Knows what OpenAI's clients send; what an image looks like inside JSON is `json_body`'s affair.
+Knows what OpenAI's clients send; `json_body` knows how an image is written in JSON.
 """
 
 from __future__ import annotations
@@ -13,49 +13,58 @@ from service.errors import ApiError, BadRequest, InvalidShape, NotFound, image_p
 from service.fetching.image_urls import ImageUrl
 from service.images.formats import sniff
 from service.intake.embed_body import BodyLimits, EmbedBody
-from service.intake.json_body import Number, load_object, read_images, read_item
+from service.intake.json_body import JsonNumber, load_object, read_images, read_item
 
-_URL = re.compile(r"\s*(?:data|https?):", re.IGNORECASE)
+_IMAGE_HINT = 'send each image of input as {"image": "<base64, data: URI or URL>"}'
+_URL = re.compile(r"(?:data|https?):", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What a request may say of the model."""
+    """The values that the members `model` and `dimensions` of a request may have."""
 
     name: str
-    hidden_size: int  # numbers of a vector
+    hidden_size: int  # the length of a vector
 
 
 def parse_openai_body(chunks: list[bytes], limits: BodyLimits, served: ServedModel) -> EmbedBody:
-    """Parses the document and decodes its images. Members that are not known are ignored.
+    """Parses the document and decodes its images. Unknown members are ignored.
 
     Raises as `load_object` and `read_images` do, and `NotFound` for another model.
     """
     document = load_object(chunks, '{"model": "…", "input": ["<base64>"]}')
     _check_model(document.get("model"), served)
     _check_dimensions(document.get("dimensions"), served)
-    if "input" not in document:
-        raise InvalidShape("the member input is missing", param="input")
-    images = read_images(document["input"], limits, _image)
+    images = read_images(_input(document), limits, _image)
     return EmbedBody(images, _options(document.get("encoding_format")))
 
 
+def _input(document: Mapping[str, object]) -> object:
+    """The member `input`. Raises `InvalidShape` if it is missing; null counts as missing."""
+    value = document.get("input")
+    if value is None and document.get("messages") is not None:
+        raise InvalidShape(f"this route takes no chat messages; {_IMAGE_HINT}", param="messages")
+    if value is None:
+        raise InvalidShape(f"the member input is missing; {_IMAGE_HINT}", param="input")
+    return value
+
+
 def _check_model(model: object, served: ServedModel) -> None:
-    """There is but one, so a request need not name it."""
+    """One model is served, so a request need not name it."""
     if model is not None and not isinstance(model, str):
         raise InvalidShape("model must be a string", param="model")
     if model not in (None, served.name):
         raise NotFound(
-            f'there is no model "{printable(model)}" here; GET /v1/models says what is served',
+            f'the model "{printable(model)}" is not served; GET /v1/models lists the model that is',
             code="model_not_found",
             param="model",
         )
 
 
 def _check_dimensions(dimensions: object, served: ServedModel) -> None:
-    if dimensions not in (None, Number(str(served.hidden_size))):
+    if dimensions not in (None, JsonNumber(str(served.hidden_size))):
         raise BadRequest(
-            f"the vectors have {served.hidden_size} dimensions and are not cut",
+            f"dimensions must be {served.hidden_size}, the length of the model's vectors, or be left out",
             code="invalid_option",
             param="dimensions",
         )
@@ -70,40 +79,47 @@ def _options(encoding_format: object) -> dict[str, str | bool]:
 
 
 def _image(item: object, index: int, max_bytes: int) -> bytes | ImageUrl:
+    """The image of one item of `input`. Raises `ApiError`, which names the image by `index`."""
     match item:
-        case str() if item.strip() and not _URL.match(item):
+        case str() if item.strip() and not _URL.match(item.strip()):
             return _image_or_text(item, index, max_bytes)
         case {"image": str(image), **others} if not others:
             return read_item(image, index, max_bytes)
-        case Number() | list() | {"text": _}:
-            raise _text(index)
+        case JsonNumber() | list() | {"text": _}:
+            raise _text_refused(index)
+        case {"image_url": _} | {"source": _} | {"content": _}:
+            raise InvalidShape(
+                f"this has the form of a chat request, which this route does not take; {_IMAGE_HINT}",
+                param=image_param(index),
+            )
         case Mapping() if "image" in item:
             raise InvalidShape(
-                'an item is {"image": "…"}, with a string and no more', param=image_param(index)
+                'an item with "image" must be {"image": "<base64, data: URI or URL>"} and hold nothing else',
+                param=image_param(index),
             )
     return read_item(item, index, max_bytes)
 
 
 def _image_or_text(text: str, index: int, max_bytes: int) -> bytes | ImageUrl:
-    """A word may be base64 too, so what it decodes to must look like a file of some known kind."""
+    """Decodes base64. Many words are base64, too, so the bytes must look like a file of a known kind."""
     try:
         image = read_item(text, index, max_bytes)
     except BadRequest as error:
-        raise _text(index) if error.status == 400 else error from None
+        raise _text_refused(index) if error.status == 400 else error from None
     if isinstance(image, ImageUrl):
         return image
     try:
         sniff(image)
     except ApiError as error:
         if error.code == "invalid_image":
-            raise _text(index) from None
+            raise _text_refused(index) from None
     return image
 
 
-def _text(index: int) -> BadRequest:
+def _text_refused(index: int) -> BadRequest:
     return BadRequest(
-        "this is not the base64 of an image, and text is not supported: this server embeds images only; send "
-        'an image\'s bytes in base64, as a data: URI, or as {"image": "<either>"}',
+        "this is not the base64 of an image, and text is not supported: this server embeds images only; "
+        + _IMAGE_HINT,
         code="text_not_supported",
         param=image_param(index),
     )

@@ -1,12 +1,16 @@
-"""What a caller asks of an image's embedding: options checked, defaults filled in, conflicts refused.
+"""Reads, checks and resolves the options of a request.
 
-Knows the table of options and what they mean to the encoder; nothing of bodies, routes or responses.
+- read: `read_query` takes options from a URL; the readers of bodies take them from forms and JSON.
+- check: `check_options` refuses options that no further option and no default could make valid.
+- resolve: `resolve_options` fills in the defaults and returns `AnswerOptions`.
+
+Knows the table of options and their conflicts; knows nothing of bodies, routes or responses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar, cast, get_args
+from typing import cast, get_args
 from urllib.parse import parse_qsl
 
 from service.answers.answer_options import (
@@ -17,7 +21,8 @@ from service.answers.answer_options import (
     option_conflict,
 )
 from service.answers.dtypes import TORCH_DTYPES, DtypeName
-from service.errors import BadRequest, HeadersTooLarge, NotAcceptable, printable
+from service.errors import BadRequest, printable
+from service.intake.accept import negotiate
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "pooling": ("mean", "none"),
@@ -27,32 +32,38 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 FLAGS: tuple[str, ...] = ("normalize", "deepstack")
 OPTION_NAMES: tuple[str, ...] = ("pooling", "normalize", "deepstack", "dtype", "encoding_format", "format")
-# Served media type → `format`. A hand-off to an LLM server is asked for by name only.
+# Served media type → `format`. `format=vllm` is JSON too, so a request can only ask for it by name.
 MEDIA_TYPES: Mapping[str, EmbedFormat] = {
     "application/json": "json",
     "application/x-safetensors": "safetensors",
     "application/x-npy": "npy",
 }
 
-
-# What a caller writes has some 200 characters; parsing takes up to a microsecond for each.
-MAX_ACCEPT_CHARS = 4096
+# A real query has about 200 characters. Parsing takes up to a microsecond for each.
 MAX_QUERY_BYTES = 4096
 
-T = TypeVar("T")
-
+# Compared in lower case: JavaScript writes `true` into a query, Python `True`.
 _BOOLEANS: Mapping[str, bool] = {"true": True, "1": True, "false": False, "0": False}
+_MAX_BOOLEAN_CHARS = 6  # one more than any of them has
 
 
 def read_query(query_string: bytes) -> dict[str, str]:
-    """Options out of a URL's query, names checked and values not. A typo must not pass silently."""
-    options: dict[str, str] = {}
+    """Reads the options in a URL's query: name → value as sent. Values are not checked.
+
+    Raises `BadRequest` (`invalid_option`) for a name that is unknown or repeated: a misspelt option must not
+    pass silently.
+    """
     if len(query_string) > MAX_QUERY_BYTES:
-        raise BadRequest(f"the query has more than {MAX_QUERY_BYTES} characters", code="invalid_option")
+        raise BadRequest(
+            f"the query has more than {MAX_QUERY_BYTES} characters; images belong in the body",
+            code="invalid_option",
+        )
+    options: dict[str, str] = {}
     for name, value in parse_qsl(query_string.decode("latin-1"), keep_blank_values=True):
         if name not in OPTION_NAMES:
             raise BadRequest(
-                f"unknown query parameter {_quoted(name)}; the options are {', '.join(OPTION_NAMES)}",
+                f"unknown query parameter {_quoted(name)}; the options are {', '.join(OPTION_NAMES)}, "
+                "and images belong in the body",
                 code="invalid_option",
                 param=printable(name),
             )
@@ -63,21 +74,21 @@ def read_query(query_string: bytes) -> dict[str, str]:
 
 
 def check_options(sent: Mapping[str, str | bool]) -> None:
-    """Refuses values, and conflicts between values, that no further option and no default could mend.
+    """Refuses values, and conflicts between values, that no further option and no default could make valid.
 
-    Raises 400 `invalid_option` and 400 `option_conflict`.
+    Raises `BadRequest` (`invalid_option` or `option_conflict`).
     """
     _refuse_conflicts({**_choices(sent), **_flags(sent)})
 
 
 def resolve_options(sent: Mapping[str, str | bool], accept: str | None) -> AnswerOptions:
-    """Checks what was sent, under names that are known already, and fills in the defaults.
+    """Checks the options that a request sent and fills in the defaults. Names must be known already.
 
-    `accept` is the request's `Accept` header and decides where no `format` was sent. Raises 400
-    `invalid_option`, 400 `option_conflict`, and 406.
+    Without `format` in `sent`, the request's `Accept` header `accept` decides the form of the answer. Raises
+    `BadRequest` (`invalid_option` or `option_conflict`) and `NotAcceptable` (406).
     """
     chosen, flags = _choices(sent), _flags(sent)
-    form = cast(EmbedFormat, chosen["format"]) if "format" in chosen else acceptable(accept, MEDIA_TYPES)
+    form = cast(EmbedFormat, chosen["format"]) if "format" in chosen else negotiate(accept, MEDIA_TYPES)
     values = {**_defaults(form, chosen.get("pooling")), **chosen, **flags, "format": form}
     _refuse_conflicts(values)
     return AnswerOptions(
@@ -91,20 +102,27 @@ def resolve_options(sent: Mapping[str, str | bool], accept: str | None) -> Answe
 
 
 def openai_options(sent: Mapping[str, str | bool], accept: str | None) -> AnswerOptions:
-    """What `/v1/embeddings` answers: unit vectors in float32. Raises as `resolve_options` does."""
-    acceptable(accept, {"application/json": "openai"})
+    """The options of a request to `/v1/embeddings`: unit vectors in float32. Raises as `resolve_options`."""
+    negotiate(accept, {"application/json": "openai"})
     encoding_format = _choices({"encoding_format": "float", **sent})["encoding_format"]
-    return AnswerOptions("mean", True, False, "float32", cast(EncodingFormat, encoding_format), "openai")
+    return AnswerOptions(
+        pooling="mean",
+        normalize=True,
+        deepstack=False,
+        dtype="float32",
+        encoding_format=cast(EncodingFormat, encoding_format),
+        format="openai",
+    )
 
 
 def _defaults(form: EmbedFormat, pooling: str | None) -> dict[str, str | bool]:
-    """The options that apply to a form of answer, where nothing else is said."""
+    """The defaults for a form of answer. An option that does not apply to it is left out."""
     if form == "vllm":
         return {"pooling": "none", "normalize": False, "deepstack": True}
-    pooled = pooling in (None, "mean")
+    is_pooled = pooling in (None, "mean")
     defaults: dict[str, str | bool] = {
         "pooling": "mean",
-        "normalize": pooled,
+        "normalize": is_pooled,
         "deepstack": False,
         "dtype": "float32",
     }
@@ -120,7 +138,7 @@ def _flags(sent: Mapping[str, str | bool]) -> dict[str, bool]:
 
 
 def _refuse_conflicts(values: Mapping[str, str | bool]) -> None:
-    """Looks at the options that are there; one that is missing conflicts with none."""
+    """Raises `BadRequest` if two of the options conflict. An option that is missing conflicts with none."""
     pooling, dtype, form = values.get("pooling"), values.get("dtype", "float32"), values.get("format")
     if form == "vllm":
         _refuse_parts_of_tokens(values)
@@ -144,10 +162,10 @@ def _refuse_conflicts(values: Mapping[str, str | bool]) -> None:
 
 
 def _refuse_parts_of_tokens(values: Mapping[str, str | bool]) -> None:
-    """An LLM server takes all tokens with all their columns, as the encoder made them."""
+    """An LLM server needs all tokens with all their columns, as the encoder made them."""
     for name, refused in (("pooling", "mean"), ("normalize", True), ("deepstack", False)):
         if values.get(name) == refused:
-            raise option_conflict(name, "format=vllm is always of pooling=none with deepstack=true")
+            raise option_conflict(name, "format=vllm always has pooling=none and deepstack=true")
 
 
 def _choice(name: str, value: str | bool) -> str:
@@ -160,9 +178,10 @@ def _choice(name: str, value: str | bool) -> str:
 def _flag(name: str, value: str | bool) -> bool:
     if isinstance(value, bool):
         return value
-    if value not in _BOOLEANS:
+    text = value[:_MAX_BOOLEAN_CHARS].lower()  # in JSON the value may have megabytes
+    if text not in _BOOLEANS:
         raise _invalid(name, value, "true or false")
-    return _BOOLEANS[value]
+    return _BOOLEANS[text]
 
 
 def _invalid(name: str, value: str | bool, allowed: str) -> BadRequest:
@@ -172,54 +191,3 @@ def _invalid(name: str, value: str | bool, allowed: str) -> BadRequest:
 
 def _quoted(text: str) -> str:
     return f'"{printable(text)}"'
-
-
-def acceptable(accept: str | None, served: Mapping[str, T]) -> T:
-    """As `negotiate`. Raises `NotAcceptable` (406) too, where the header allows none of `served`."""
-    form = negotiate(accept, served)
-    if form is None:
-        raise NotAcceptable(f"this route answers {', '.join(served)}; the Accept header allows none of it")
-    return form
-
-
-def negotiate(accept: str | None, served: Mapping[str, T]) -> T | None:
-    """The format that an `Accept` header prefers among `served` (media type → format), or None.
-
-    Without a header, or between equals, the first one served. Raises `HeadersTooLarge` (431) over
-    `MAX_ACCEPT_CHARS`. Source: RFC 9110, section 12.5.1.
-    """
-    if not accept or accept == "*/*":
-        return next(iter(served.values()))
-    if len(accept) > MAX_ACCEPT_CHARS:
-        raise HeadersTooLarge(f"the Accept header has more than the {MAX_ACCEPT_CHARS} characters allowed")
-    ranges = _accept_ranges(accept)
-    best: T | None = None
-    best_quality = 0.0
-    for media_type, name in served.items():
-        quality = _quality(media_type, ranges)
-        if quality > best_quality:
-            best, best_quality = name, quality
-    return best
-
-
-def _accept_ranges(accept: str) -> dict[str, float]:
-    """Media range → q-value. A range whose q-value is no number from 0 to 1 is left out."""
-    ranges: dict[str, float] = {}
-    for part in accept.lower().split(","):
-        media_range, *parameters = (piece.strip() for piece in part.split(";"))
-        weights = [text[2:].strip() for text in parameters if text.startswith("q=")]
-        try:
-            quality = float(weights[0]) if weights else 1.0
-        except ValueError:
-            continue
-        if media_range and 0.0 <= quality <= 1.0:
-            ranges[media_range] = quality
-    return ranges
-
-
-def _quality(media_type: str, ranges: Mapping[str, float]) -> float:
-    """q-value of a media type by the most specific range that matches it."""
-    for media_range in (media_type, f"{media_type.partition('/')[0]}/*", "*/*"):
-        if media_range in ranges:
-            return ranges[media_range]
-    return 0.0

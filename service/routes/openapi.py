@@ -64,6 +64,16 @@ def _option_schema(name: str) -> dict[str, Any]:
     return {**kind, "description": _OPTION_TEXTS[name]}
 
 
+def _json_option_schema(name: str) -> dict[str, Any]:
+    """In JSON a boolean may be 1 or 0, and null counts as missing."""
+    kind: dict[str, Any] = (
+        {"anyOf": [{"type": ["boolean", "null"]}, {"enum": [1, 0]}]}
+        if name in FLAGS
+        else {"type": ["string", "null"], "enum": [*CHOICES[name], None]}
+    )
+    return {**kind, "description": _OPTION_TEXTS[name]}
+
+
 def _only(name: str, schema: dict[str, Any]) -> dict[str, Any]:
     """An object with that one member."""
     return {
@@ -90,7 +100,7 @@ def _json_body() -> dict[str, Any]:
     }
     properties = {
         "images": {"oneOf": [{"type": "array", "items": item, "minItems": 1}, *item["oneOf"]]},
-        **{name: _option_schema(name) for name in _OPTION_TEXTS},
+        **{name: _json_option_schema(name) for name in _OPTION_TEXTS},
     }
     return {
         "schema": {

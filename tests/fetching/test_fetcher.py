@@ -1,4 +1,4 @@
-"""Image URLs through a real web server on loopback, looked up by a resolver under control."""
+"""Fetches image URLs from a real web server on loopback, with a resolver under the control of the test."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from service.errors import ApiError, TooManyRequests
 from service.fetching.fetcher import make_fetcher
 from service.fetching.image_urls import ImageUrl
 from tests.support.app import FakeEncoder, Service, encode_image, fake_replicas
-from tests.support.upstream import HOST, PUBLIC, Dialler, Resolver, Script, Upstream, answer, redirect
+from tests.support.upstream import HOST, PUBLIC, Dialler, Resolver, Script, Upstream, redirect, reply
 
 
 def allowing(**changes: object) -> Settings:
-    """Settings that allow to fetch from this machine, under the name that tests use for it."""
+    """Settings that allow fetching from this machine, under the host name that the tests give it."""
     defaults = {
         "allowed_media_domains": [HOST, "other.test"],
         "allowed_media_networks": ["127.0.0.0/8"],
@@ -35,7 +35,7 @@ def allowing(**changes: object) -> Settings:
 
 
 class Run:
-    """One call of the fetcher, with a server that answers so; a text among `images` is a path on it."""
+    """One call of the fetcher, with a server that has these answers. A string in `images` is a path on it."""
 
     def __init__(
         self, answers: Mapping[str, bytes | Script], images: Sequence[str | bytes], **changes: object
@@ -67,12 +67,12 @@ class Run:
 
 
 def test_urls_are_replaced_by_their_images_in_order() -> None:
-    run = Run({"/a?b=%20c": answer(b"one"), "/d": answer(b"two")}, ["/d", b"sent", "/a?b= c#e"])
+    run = Run({"/a?b=%20c": reply(b"one"), "/d": reply(b"two")}, ["/d", b"sent", "/a?b= c#e"])
     assert run.images == [b"two", b"sent", b"one"]
 
 
-def test_a_request_says_little_and_asks_for_the_body_as_it_is() -> None:
-    [head] = Run({"/": answer()}, ["/"]).upstream.heads
+def test_request_has_only_the_necessary_headers() -> None:
+    [head] = Run({"/": reply()}, ["/"]).upstream.heads
     lines = sorted(head.strip().split("\r\n")[1:])
     assert lines == [
         "Accept-Encoding: identity",
@@ -82,19 +82,19 @@ def test_a_request_says_little_and_asks_for_the_body_as_it_is() -> None:
     ]
 
 
-def test_no_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proxies_from_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
-    assert Run({"/": answer(b"direct")}, ["/"]).images == [b"direct"]
+    assert Run({"/": reply(b"direct")}, ["/"]).images == [b"direct"]
 
 
 def test_cookies_are_not_kept() -> None:
-    run = Run({"/": answer(b"", 302, location="/b", set_cookie="a=b"), "/b": answer()}, ["/"])
+    run = Run({"/": reply(b"", 302, location="/b", set_cookie="a=b"), "/b": reply()}, ["/"])
     assert "cookie" not in run.upstream.heads[1].lower()
 
 
 def test_connections_are_pooled() -> None:
-    kept = answer(b"kept", connection=None)
+    kept = reply(b"kept", connection=None)
 
     async def twice() -> None:
         async with Upstream({"/": kept}) as upstream:
@@ -109,7 +109,7 @@ def test_connections_are_pooled() -> None:
     asyncio.run(twice())
 
 
-def test_bytes_are_held_as_they_arrive_and_what_has_no_room_is_dropped() -> None:
+def test_bytes_are_counted_as_they_arrive_and_fetching_stops_without_room() -> None:
     held: list[int] = []
 
     def hold(num_bytes: int) -> None:
@@ -118,7 +118,7 @@ def test_bytes_are_held_as_they_arrive_and_what_has_no_room_is_dropped() -> None
             raise TooManyRequests("full", code="too_many_bytes", retry_after_s=1)
 
     async def fetch(num_bytes: int) -> None:
-        async with Upstream({"/": answer(b"x" * num_bytes)}) as upstream:
+        async with Upstream({"/": reply(b"x" * num_bytes)}) as upstream:
             resolver = Resolver({}, default=["127.0.0.1"])
             resolver.port = upstream.port
             fetcher = make_fetcher(allowing(), resolve=resolver)
@@ -138,7 +138,7 @@ def test_bytes_are_held_as_they_arrive_and_what_has_no_room_is_dropped() -> None
 @pytest.mark.parametrize("location", ["/b", "b", f"http://{HOST}/b", f"//{HOST}/b", "http://OTHER.test:80/b"])
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_redirects_are_followed(location: str, status: int) -> None:
-    run = Run({"/a": redirect(location, status), "/b": answer(b"there")}, ["/a"])
+    run = Run({"/a": redirect(location, status), "/b": reply(b"there")}, ["/a"])
     assert run.images == [b"there"]
     host = "other.test" if "OTHER" in location else HOST
     assert f"Host: {host}\r\n" in run.upstream.heads[1]
@@ -146,9 +146,9 @@ def test_redirects_are_followed(location: str, status: int) -> None:
 
 def test_three_redirects_are_followed_and_no_more() -> None:
     chain = {f"/{n}": redirect(f"/{n + 1}") for n in range(4)}
-    run = Run({**chain, "/4": answer(b"end")}, ["/1"])
+    run = Run({**chain, "/4": reply(b"end")}, ["/1"])
     assert run.images == [b"end"]
-    run = Run({**chain, "/4": answer(b"end")}, ["/0"])
+    run = Run({**chain, "/4": reply(b"end")}, ["/0"])
     assert run.refusal == (400, "image_url_rejected", "images[0]")
     assert len(run.upstream.heads) == 4
     loop = Run({"/": redirect("/")}, ["/"])
@@ -157,7 +157,7 @@ def test_three_redirects_are_followed_and_no_more() -> None:
 
 
 async def trickle(writer: asyncio.StreamWriter) -> None:
-    writer.write(answer(b"", content_length="1000"))
+    writer.write(reply(b"", content_length="1000"))
     for _ in range(200):
         writer.write(b"x")
         await writer.drain()
@@ -181,57 +181,78 @@ async def hang_up_late(writer: asyncio.StreamWriter) -> None:
 
 
 async def flood(writer: asyncio.StreamWriter) -> None:
-    writer.write(answer(b"", content_length=None, transfer_encoding="chunked"))
+    writer.write(reply(b"", content_length=None, transfer_encoding="chunked"))
     for _ in range(1000):
         writer.write(b"1000\r\n" + b"x" * 4096 + b"\r\n")
         await writer.drain()
 
 
-CHUNKED = answer(b"2\r\nab\r\n1\r\nc\r\n0\r\n\r\n", content_length=None, transfer_encoding="chunked")
+CHUNKED = reply(b"2\r\nab\r\n1\r\nc\r\n0\r\n\r\n", content_length=None, transfer_encoding="chunked")
 
 
 @pytest.mark.parametrize(
     ("script", "images"),
-    [(CHUNKED, [b"abc"]), (answer(b"to the end", content_length=None), [b"to the end"])],
+    [(CHUNKED, [b"abc"]), (reply(b"to the end", content_length=None), [b"to the end"])],
 )
 def test_bodies_of_unknown_length_are_read(script: bytes, images: list[bytes]) -> None:
     assert Run({"/": script}, ["/"]).images == images
 
 
+def test_event_loop_is_free_while_tiny_chunks_arrive() -> None:
+    body = b"1\r\nx\r\n" * 5000 + b"0\r\n\r\n"
+    chunked = reply(body, content_length=None, transfer_encoding="chunked")
+
+    async def main() -> int:
+        async with Upstream({"/": chunked}) as upstream:
+            resolver = Resolver({}, default=["127.0.0.1"])
+            resolver.port = upstream.port
+            fetcher = make_fetcher(allowing(), resolve=resolver)
+            task = asyncio.create_task(fetcher.fetch([ImageUrl(f"http://{HOST}/")]))
+            num_turns = 0
+            while not task.done():
+                await asyncio.sleep(0)
+                num_turns += 1
+            assert await task == [b"x" * 5000]
+            await fetcher.aclose()
+            return num_turns
+
+    assert asyncio.run(main()) > 5000
+
+
 @pytest.mark.parametrize(
     ("script", "status", "code"),
     [
-        pytest.param(answer(status=404), 400, "image_url_rejected", id="404"),
-        pytest.param(answer(status=403), 400, "image_url_rejected", id="403"),
-        pytest.param(answer(status=429), 400, "image_url_rejected", id="429"),
-        pytest.param(answer(status=500), 502, "image_url_failed", id="500"),
-        pytest.param(answer(status=503), 502, "image_url_failed", id="503"),
-        pytest.param(answer(b"", status=204), 502, "image_url_failed", id="204"),
-        pytest.param(answer(status=206), 502, "image_url_failed", id="206"),
-        pytest.param(answer(b"", status=304), 502, "image_url_failed", id="304"),
-        pytest.param(answer(status=302), 502, "image_url_failed", id="redirect to nowhere"),
+        pytest.param(reply(status=404), 400, "image_url_rejected", id="404"),
+        pytest.param(reply(status=403), 400, "image_url_rejected", id="403"),
+        pytest.param(reply(status=429), 400, "image_url_rejected", id="429"),
+        pytest.param(reply(status=500), 502, "image_url_failed", id="500"),
+        pytest.param(reply(status=503), 502, "image_url_failed", id="503"),
+        pytest.param(reply(b"", status=204), 502, "image_url_failed", id="204"),
+        pytest.param(reply(status=206), 502, "image_url_failed", id="206"),
+        pytest.param(reply(b"", status=304), 502, "image_url_failed", id="304"),
+        pytest.param(reply(status=302), 502, "image_url_failed", id="redirect to nowhere"),
         pytest.param(redirect("http://1.2.3.400/"), 502, "image_url_failed", id="redirect to no URL"),
         pytest.param(redirect("http://a:x/"), 502, "image_url_failed", id="redirect to no port"),
         pytest.param(redirect("file:///etc/hostname"), 400, "url_not_allowed", id="redirect to a file"),
         pytest.param(redirect("http://evil.test/"), 400, "url_not_allowed", id="redirect elsewhere"),
         pytest.param(redirect(f"http://{HOST}:81/"), 400, "url_not_allowed", id="redirect to a port"),
-        pytest.param(answer(b""), 400, "empty_input", id="empty"),
-        pytest.param(answer(content_length="9"), 502, "image_url_failed", id="shorter than it says"),
-        pytest.param(answer(content_length="9" * 5000), 502, "image_url_failed", id="length of 5000 digits"),
-        pytest.param(answer(content_length="-1"), 502, "image_url_failed", id="negative length"),
-        pytest.param(answer(content_encoding="gzip"), 502, "image_url_failed", id="gzip"),
-        pytest.param(answer(content_encoding="identity, br"), 502, "image_url_failed", id="identity, br"),
+        pytest.param(reply(b""), 400, "empty_input", id="empty"),
+        pytest.param(reply(content_length="9"), 502, "image_url_failed", id="shorter than it says"),
+        pytest.param(reply(content_length="9" * 5000), 502, "image_url_failed", id="length of 5000 digits"),
+        pytest.param(reply(content_length="-1"), 502, "image_url_failed", id="negative length"),
+        pytest.param(reply(content_encoding="gzip"), 502, "image_url_failed", id="gzip"),
+        pytest.param(reply(content_encoding="identity, br"), 502, "image_url_failed", id="identity, br"),
         pytest.param(b"SSH-2.0-OpenSSH_9\r\n\r\n", 502, "image_url_failed", id="no HTTP"),
-        pytest.param(answer(big="x" * 200_000), 502, "image_url_failed", id="large headers"),
-        pytest.param(answer(b"x" * 1001), 413, "image_too_large", id="too large"),
-        pytest.param(answer(content_length="1001"), 413, "image_too_large", id="says that it is too large"),
+        pytest.param(reply(big="x" * 200_000), 502, "image_url_failed", id="large headers"),
+        pytest.param(reply(b"x" * 1001), 413, "image_too_large", id="too large"),
+        pytest.param(reply(content_length="1001"), 413, "image_too_large", id="says that it is too large"),
         pytest.param(flood, 413, "image_too_large", id="without end"),
         pytest.param(trickle, 504, "image_url_timeout", id="trickles"),
         pytest.param(trickle_headers, 504, "image_url_timeout", id="headers trickle"),
         pytest.param(say_nothing, 504, "image_url_timeout", id="silence"),
     ],
 )
-def test_what_goes_wrong_is_told_by_code(script: bytes | Script, status: int, code: str) -> None:
+def test_failed_fetch_has_its_status_and_code(script: bytes | Script, status: int, code: str) -> None:
     timeout_s = 0.3 if status == 504 else 20
     run = Run({"/": script}, [b"sent", "/"], max_image_bytes=1000, media_timeout_s=timeout_s)
     assert run.refusal == (status, code, "images[1]")
@@ -240,39 +261,39 @@ def test_what_goes_wrong_is_told_by_code(script: bytes | Script, status: int, co
     assert HOST not in run.error.message
 
 
-def test_identity_is_no_compression() -> None:
-    assert Run({"/": answer(b"as it is", content_encoding="Identity")}, ["/"]).images == [b"as it is"]
+def test_content_encoding_identity_is_accepted() -> None:
+    assert Run({"/": reply(b"as it is", content_encoding="Identity")}, ["/"]).images == [b"as it is"]
 
 
-def test_an_image_at_its_limit_is_fetched() -> None:
-    assert Run({"/": answer(b"x" * 1000)}, ["/"], max_image_bytes=1000).images == [b"x" * 1000]
+def test_image_of_the_largest_size_is_fetched() -> None:
+    assert Run({"/": reply(b"x" * 1000)}, ["/"], max_image_bytes=1000).images == [b"x" * 1000]
 
 
-def test_all_images_together_have_the_limit_of_a_body() -> None:
+def test_max_body_bytes_limits_all_images_together() -> None:
     limits = {"max_image_bytes": 1000, "max_body_bytes": 2500}
-    assert len(Run({"/": answer(b"x" * 800)}, ["/"] * 3, **limits).images) == 3
-    run = Run({"/": answer(b"x" * 900)}, ["/"] * 3, **limits)
+    assert len(Run({"/": reply(b"x" * 800)}, ["/"] * 3, **limits).images) == 3
+    run = Run({"/": reply(b"x" * 900)}, ["/"] * 3, **limits)
     assert run.error is not None
     assert (run.error.status, run.error.code) == (413, "body_too_large")
 
 
-def test_one_failure_ends_all_and_is_named() -> None:
-    run = Run({"/": hang_up_late, "/404": answer(status=404)}, ["/", "/404", "/"])
+def test_one_failure_fails_the_request_and_names_the_image() -> None:
+    run = Run({"/": hang_up_late, "/404": reply(status=404)}, ["/", "/404", "/"])
     assert run.refusal == (400, "image_url_rejected", "images[1]")
 
 
-def test_the_first_image_that_is_late_is_named() -> None:
-    run = Run({"/": answer(), "/late": say_nothing}, ["/", "/late", "/late"], media_timeout_s=1)
+def test_timeout_names_the_first_late_image() -> None:
+    run = Run({"/": reply(), "/late": say_nothing}, ["/", "/late", "/late"], media_timeout_s=1)
     assert run.refusal == (504, "image_url_timeout", "images[1]")
 
 
-def test_nothing_is_fetched_where_one_url_is_refused() -> None:
-    run = Run({"/": answer()}, ["/", "/", ":81/"])
+def test_nothing_is_fetched_if_one_url_is_refused() -> None:
+    run = Run({"/": reply()}, ["/", "/", ":81/"])
     assert run.refusal == (400, "url_not_allowed", "images[2]")
     assert run.upstream.heads == []
 
 
-def test_a_few_are_fetched_at_once() -> None:
+def test_a_request_has_at_most_8_fetches_at_once() -> None:
     busy, most = 0, 0
 
     async def slow(writer: asyncio.StreamWriter) -> None:
@@ -281,19 +302,19 @@ def test_a_few_are_fetched_at_once() -> None:
         most = max(most, busy)
         await asyncio.sleep(0.02)
         busy -= 1
-        writer.write(answer())
+        writer.write(reply())
 
     assert Run({"/": slow}, ["/"] * 20).images == [b"image"] * 20
     assert most == 8
 
 
-def test_fetches_that_failed_hold_no_connection() -> None:
+def test_failed_fetches_release_their_connections() -> None:
     async def fail_often() -> None:
-        async with Upstream({"/": say_nothing, "/ok": answer()}) as upstream:
+        async with Upstream({"/": say_nothing, "/ok": reply()}) as upstream:
             resolver = Resolver({}, default=["127.0.0.1"])
             resolver.port = upstream.port
             fetcher = make_fetcher(allowing(media_timeout_s=1), resolve=resolver)
-            # With 8 connections each, more than the pool has.
+            # Each uses 8 connections, together more than the pool has.
             requests = [fetcher.fetch([ImageUrl(f"http://{HOST}/")] * 32) for _ in range(12)]
             failures = await asyncio.gather(*requests, return_exceptions=True)
             assert {getattr(failure, "code", failure) for failure in failures} == {"image_url_timeout"}
@@ -304,7 +325,7 @@ def test_fetches_that_failed_hold_no_connection() -> None:
 
 
 class Lost(Resolver):
-    """Knows no host."""
+    """Finds no host."""
 
     async def __call__(self, host: str, port: int, /) -> Sequence[tuple[Address, int]]:
         raise socket.gaierror(socket.EAI_NONAME, "not known")
@@ -319,11 +340,11 @@ class Stuck(Resolver):
 
 
 @pytest.mark.parametrize("paths", [("/", "/gone"), ("/gone", "/"), ("/gone",)])
-def test_a_fetch_that_failed_leaves_no_image_behind(paths: Sequence[str], no_collection: None) -> None:
-    """Its error leads to the images that were fetched before, and may not lead back to itself."""
+def test_error_of_a_fetch_keeps_no_image_alive(paths: Sequence[str], no_collection: None) -> None:
+    """The error refers to the images that were fetched before it, and must not refer to itself."""
 
     async def fail() -> weakref.ref[ApiError]:
-        async with Upstream({"/": answer(), "/gone": answer(status=404)}) as upstream:
+        async with Upstream({"/": reply(), "/gone": reply(status=404)}) as upstream:
             resolver = Resolver({}, default=["127.0.0.1"])
             resolver.port = upstream.port
             fetcher = make_fetcher(allowing(), resolve=resolver)
@@ -333,16 +354,16 @@ def test_a_fetch_that_failed_leaves_no_image_behind(paths: Sequence[str], no_col
                 return weakref.ref(error)
             finally:
                 await fetcher.aclose()
-        raise AssertionError("it is not refused")
+        raise AssertionError("the fetch did not fail")
 
     assert asyncio.run(fail())() is None
 
 
-def test_what_still_runs_is_ended_when_another_fails() -> None:
+def test_running_fetches_are_cancelled_when_another_fails() -> None:
     ended = []
 
     class Slow(Resolver):
-        """Takes its time over one host."""
+        """Takes 2 s to look up any host but `HOST`."""
 
         async def __call__(self, host: str, port: int, /) -> Sequence[tuple[Address, int]]:
             if host == HOST:
@@ -352,7 +373,7 @@ def test_what_still_runs_is_ended_when_another_fails() -> None:
             except asyncio.CancelledError:
                 ended.append(host)
                 raise
-            raise OSError("nobody should have waited")
+            raise OSError("the look-up was not cancelled")
 
     async def fetch() -> None:
         fetcher = make_fetcher(allowing(), resolve=Slow({}))
@@ -382,7 +403,7 @@ def closed_port() -> Resolver:
         (closed_port(), 502, "image_url_failed"),
     ],
 )
-def test_hosts_that_cannot_be_reached(resolver: Resolver, status: int, code: str) -> None:
+def test_unreachable_host_fails_the_fetch(resolver: Resolver, status: int, code: str) -> None:
     async def fetch() -> None:
         timeout_s = 0.5 if status == 504 else 20
         fetcher = make_fetcher(allowing(media_timeout_s=timeout_s), resolve=resolver)
@@ -394,7 +415,7 @@ def test_hosts_that_cannot_be_reached(resolver: Resolver, status: int, code: str
     asyncio.run(fetch())
 
 
-def test_further_addresses_are_tried_where_the_first_fails() -> None:
+def test_next_address_is_tried_if_the_first_fails() -> None:
     class Half(httpcore.AnyIOBackend):
         """Reaches the second address only."""
 
@@ -414,7 +435,7 @@ def test_further_addresses_are_tried_where_the_first_fails() -> None:
     shares: list[float | None] = []
 
     async def fetch() -> list[bytes]:
-        async with Upstream({"/": answer(b"second")}) as upstream:
+        async with Upstream({"/": reply(b"second")}) as upstream:
             resolver = Resolver({}, default=["127.0.0.9", "127.0.0.1"])
             resolver.port = upstream.port
             fetcher = make_fetcher(allowing(media_timeout_s=4), resolve=resolver, dialler=Half())
@@ -427,7 +448,7 @@ def test_further_addresses_are_tried_where_the_first_fails() -> None:
 
 
 class Tls(httpcore.AsyncNetworkStream):
-    """A connection that is secured under a name, and then cut."""
+    """A connection that records the arguments of its TLS handshake and then fails."""
 
     def __init__(self) -> None:
         self.context: ssl.SSLContext | None = None
@@ -443,10 +464,10 @@ class Tls(httpcore.AsyncNetworkStream):
         raise httpcore.ConnectError
 
     async def aclose(self) -> None:
-        """Nothing is open."""
+        """Does nothing, because nothing is open."""
 
 
-def test_tls_is_checked_against_the_name_while_the_address_is_dialled() -> None:
+def test_tls_certificate_is_checked_against_the_host_name() -> None:
     stream = Tls()
     dialled = []
 
@@ -478,7 +499,7 @@ def test_tls_is_checked_against_the_name_while_the_address_is_dialled() -> None:
 
 def test_the_app_closes_the_connections_of_its_fetcher() -> None:
     async def live() -> None:
-        async with Upstream({"/": answer(connection=None)}) as upstream:
+        async with Upstream({"/": reply(connection=None)}) as upstream:
             resolver = Resolver({}, default=["127.0.0.1"])
             resolver.port = upstream.port
             fetcher = make_fetcher(allowing(), resolve=resolver)
@@ -489,17 +510,17 @@ def test_the_app_closes_the_connections_of_its_fetcher() -> None:
             )
             async with app.router.lifespan_context(app):
                 assert await fetcher.fetch([ImageUrl(f"http://{HOST}/")]) == [b"image"]
-                assert upstream.num_open == 1  # for the next image
+                assert upstream.num_open == 1  # kept for the next image
             async with asyncio.timeout(10):
-                while upstream.num_open:  # noqa: ASYNC110 - it tells no one
+                while upstream.num_open:  # noqa: ASYNC110 - there is no event to wait for
                     await asyncio.sleep(0.01)
 
     asyncio.run(live())
 
 
-def test_a_request_with_urls_from_end_to_end() -> None:
+def test_request_with_urls_from_end_to_end() -> None:
     image = encode_image()
-    upstream = Upstream({"/a.png": answer(image), "/gone": answer(status=404), "/to": redirect("/a.png")})
+    upstream = Upstream({"/a.png": reply(image), "/gone": reply(status=404), "/to": redirect("/a.png")})
     dialler = Dialler({PUBLIC: upstream}, Upstream({}))
     start = partial(make_fetcher, resolve=Resolver({HOST: [[PUBLIC]]}), dialler=dialler)
     registry = CollectorRegistry()

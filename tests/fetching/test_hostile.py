@@ -1,4 +1,4 @@
-"""URLs meant to reach what they should not. A canary takes every connection, wherever it was to go."""
+"""URLs that try to reach forbidden servers. A canary receives every connection, whatever its target."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from service.errors import ApiError, BadRequest, UpstreamFailed
 from service.fetching.fetcher import make_fetcher
 from service.fetching.image_urls import MAX_URL_BYTES, ImageUrl, check_url, join_url, parse_url
 from tests.support.app import FakeEncoder, Service, fake_replicas
-from tests.support.upstream import HOST, PUBLIC, REFUSED, Dialler, Resolver, Upstream, answer, redirect
+from tests.support.upstream import HOST, PUBLIC, REFUSED, Dialler, Resolver, Upstream, redirect, reply
 
-# Each with the host `images.test` allowed. Whatever is looked up is said to be 127.0.0.1.
+# The host `images.test` is allowed. Every look-up returns 127.0.0.1.
 HOSTILE = [
     "http://127.0.0.1/",
     "http://127.1/",
@@ -97,7 +97,7 @@ HOSTILE = [
     f"http://{HOST}:-80/",
     f"http://{HOST}:80:80/",
     f"http://{HOST}:\u0668\u0660/",  # Arabic digits
-    f"http://{HOST}:\uff18\uff10/",  # wide ones
+    f"http://{HOST}:\uff18\uff10/",  # full-width digits
     f"http://{HOST}:8_0/",
     f"http://{HOST}:+80/",
     f"http://{HOST}:443/",
@@ -135,16 +135,16 @@ HOSTILE = [
 
 
 class World:
-    """A fetcher whose every connection ends at the canary, or for `PUBLIC` at the server that is allowed."""
+    """A fetcher whose connections end at the canary, except those to `PUBLIC`, which reach `server`."""
 
     def __init__(self, resolver: Resolver, answers: Mapping[str, bytes] = {}) -> None:
-        self.canary = Upstream({"/": answer(b"canary")})
+        self.canary = Upstream({"/": reply(b"canary")})
         self.server = Upstream(answers)
         self.resolver = resolver
         self.dialler = Dialler({PUBLIC: self.server}, self.canary)
 
     def fetch(self, *urls: str, networks: Sequence[str] = ()) -> list[bytes | ApiError]:
-        """What each of the URLs gives, one after the other."""
+        """Fetches the URLs one after the other; returns the image or the error of each."""
         settings = Settings.model_validate(
             {"allowed_media_domains": [HOST], "allowed_media_networks": networks, "media_timeout_s": 5}
         )
@@ -171,11 +171,11 @@ def codes(results: Sequence[bytes | ApiError]) -> list[str]:
     return [result.code if isinstance(result, ApiError) else result.decode() for result in results]
 
 
-def test_there_are_enough_and_none_stands_twice() -> None:
+def test_hostile_urls_are_many_and_distinct() -> None:
     assert len(HOSTILE) == len(set(HOSTILE)) >= 40
 
 
-def test_the_canary_sings_where_nothing_is_refused() -> None:
+def test_canary_is_reached_if_nothing_is_refused() -> None:
     world = World(everything_is_local())
     assert world.fetch(f"http://{HOST}/", networks=["127.0.0.0/8"]) == [b"canary"]
     assert (world.dialler.dialled, world.canary.num_connections) == ([("127.0.0.1", 80)], 1)
@@ -189,13 +189,13 @@ def test_no_hostile_url_is_looked_up_or_dialled() -> None:
 
 
 def test_no_redirect_to_a_hostile_url_is_followed() -> None:
-    # A header carries neither line breaks nor half characters, and a large one is refused as such.
+    # A header cannot hold line breaks or lone surrogates, and a large header is refused for its size.
     targets = [url for url in HOSTILE if url.isprintable() and len(url) < 1000]
     targets += ["//127.0.0.1/", "//evil.test/", "\\\\127.0.0.1/", "http:127.0.0.1", "///127.0.0.1/"]
     answers = {f"/{number}": redirect(url) for number, url in enumerate(targets)}
     world = World(Resolver({HOST: [[PUBLIC]]}, default=["127.0.0.1"]), answers)
     results = world.fetch(*[f"http://{HOST}/{number}" for number in range(len(targets))])
-    # What has no host is a path on the same server, which has no such page.
+    # A target without a host is a path on the same server, which answers 404.
     assert set(codes(results)) == {"url_not_allowed", "image_url_failed", "image_url_rejected"}
     assert codes(results).count("url_not_allowed") >= 40
     assert {host for host, _ in world.dialler.dialled} == {PUBLIC}
@@ -204,7 +204,7 @@ def test_no_redirect_to_a_hostile_url_is_followed() -> None:
 
 
 @pytest.mark.parametrize("address", REFUSED)
-def test_an_allowed_host_with_a_refused_address_is_not_dialled(address: str) -> None:
+def test_allowed_host_with_a_refused_address_is_not_dialled(address: str) -> None:
     answers = [[address], [PUBLIC, address], [address, PUBLIC], [PUBLIC, "2606:4700::1", address]]
     world = World(Resolver({HOST: answers}))
     assert codes(world.fetch(*[f"http://{HOST}/", f"https://{HOST}/"] * 2)) == ["url_not_allowed"] * 4
@@ -212,17 +212,17 @@ def test_an_allowed_host_with_a_refused_address_is_not_dialled(address: str) -> 
     assert (world.dialler.dialled, world.canary.num_connections) == ([], 0)
 
 
-def test_a_second_look_up_cannot_change_what_is_dialled() -> None:
-    """Rebinding: the answer that was checked is used, and each further connection is checked anew."""
+def test_second_look_up_cannot_change_the_dialled_address() -> None:
+    """DNS rebinding: the checked address is dialled, and each further connection is checked again."""
     resolver = Resolver({HOST: [[PUBLIC], ["127.0.0.1"], [PUBLIC], ["::1"]]})
-    world = World(resolver, {"/": answer(b"public")})
+    world = World(resolver, {"/": reply(b"public")})
     results = world.fetch(*[f"http://{HOST}/"] * 4)
     assert codes(results) == ["public", "url_not_allowed", "public", "url_not_allowed"]
     assert world.dialler.dialled == [(PUBLIC, 80)] * 2
     assert (len(resolver.asked), world.canary.num_connections) == (4, 0)
 
 
-def test_a_redirect_to_the_same_host_is_looked_up_anew() -> None:
+def test_redirect_to_the_same_host_is_looked_up_again() -> None:
     resolver = Resolver({HOST: [[PUBLIC], ["169.254.169.254"]]})
     world = World(resolver, {"/": redirect(f"http://{HOST}/latest/meta-data/")})
     assert codes(world.fetch(f"http://{HOST}/")) == ["url_not_allowed"]
@@ -242,8 +242,8 @@ def as_items(url: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("domains", [(), (HOST,)])
-def test_the_app_reaches_nothing_for_a_hostile_url(domains: tuple[str, ...]) -> None:
-    canary = Upstream({"/": answer()})
+def test_app_connects_nowhere_for_a_hostile_url(domains: tuple[str, ...]) -> None:
+    canary = Upstream({"/": reply()})
     resolver = everything_is_local()
     dialler = Dialler({}, canary)
     encoder, registry = FakeEncoder(), CollectorRegistry()
@@ -277,13 +277,13 @@ def test_the_app_reaches_nothing_for_a_hostile_url(domains: tuple[str, ...]) -> 
     assert resolver.asked == ([HOST] * 4 if domains else [])
 
 
-def test_a_fetched_url_has_one_spelling() -> None:
+def test_fetched_url_has_one_spelling() -> None:
     assert str(check_url(parse_url("HTTP://IMAGES.test:80/A?b"), [HOST])) == f"http://{HOST}/A?b"
     assert str(check_url(parse_url("https://[2A00:0::1]:443/"), ["2a00::1"])) == "https://[2a00::1]/"
 
 
 @pytest.mark.parametrize("port", ["", ":", ":80", ":0080"])
-def test_a_port_may_be_written_in_ascii_digits_only(port: str) -> None:
+def test_port_may_have_ascii_digits_only(port: str) -> None:
     assert str(check_url(parse_url(f"http://{HOST}{port}/"), [HOST])) == f"http://{HOST}/"
     with pytest.raises(BadRequest):
         parse_url(f"http://[2a00::1]{port}\u0668/")
@@ -296,7 +296,7 @@ def test_the_longest_url_may_be_fetched() -> None:
         parse_url(url + "a")
 
 
-def test_a_redirect_to_a_url_over_the_limit_fails() -> None:
+def test_redirect_to_a_too_long_url_fails() -> None:
     url = parse_url(f"http://{HOST}/")
     assert len(str(join_url(url, "/".ljust(MAX_URL_BYTES, "a")))) > MAX_URL_BYTES
     with pytest.raises(UpstreamFailed):
@@ -305,14 +305,14 @@ def test_a_redirect_to_a_url_over_the_limit_fails() -> None:
         join_url(url, f"//{HOST}:\u0668\u0660/")
 
 
-def test_a_url_that_is_too_long_once_it_is_escaped_is_refused() -> None:
+def test_url_whose_escaped_form_is_too_long_is_refused() -> None:
     url = httpx.URL("http://[2A00:0::1]/" + "\u00e0" * 10_930)
     with pytest.raises(BadRequest) as caught:
         check_url(url, ["2a00::1"])
     assert caught.value.code == "url_not_allowed"
 
 
-def test_others_have_the_event_loop_between_the_checks_of_two_urls() -> None:
+def test_event_loop_is_free_between_the_checks_of_two_urls() -> None:
     async def main() -> int:
         fetcher = make_fetcher(Settings(allowed_media_domains=(HOST,)), resolve=everything_is_local())
         task = asyncio.create_task(

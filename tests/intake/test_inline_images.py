@@ -59,7 +59,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_broken_base64_is_refused_with_the_reason(name: str) -> None:
+def test_malformed_base64_is_refused_with_the_reason(name: str) -> None:
     text, problem = BROKEN[name]
     with pytest.raises(BadRequest, match=problem) as caught:
         decode_item(text, MAX)
@@ -83,6 +83,9 @@ def test_broken_base64_is_refused_with_the_reason(name: str) -> None:
         "data:image/png;base64,QU\nJD",
         "data:,ABC",
         " \r\n\tdata:image/png;base64,QUJD",
+        "data:image/png;base64,QUJD \r\n",
+        "\u00a0data:,ABC\n",
+        "data:,%41\r\n\tB%\n43",
         "data:image/png,%41B%43",
         "data:text/plain;charset=utf-8,A%42C",
     ],
@@ -94,7 +97,7 @@ def test_data_uris_decode(uri: str) -> None:
 
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(st.text("%4aFg\x00", max_size=12))
-def test_percent_encoding_is_read_as_the_library_reads_it(text: str) -> None:
+def test_percent_decoding_agrees_with_urllib(text: str) -> None:
     assert decode_url("data:," + text, MAX) == unquote_to_bytes(text)
 
 
@@ -112,7 +115,7 @@ def test_large_percent_encoding_decodes(shift: int) -> None:
 @pytest.mark.parametrize(
     "uri", ["data:image/png;base64", "data:", "data:,\u00e9", "data:,\ud800", "data:;base64,A"]
 )
-def test_broken_data_uris_are_refused(uri: str) -> None:
+def test_malformed_data_uris_are_refused(uri: str) -> None:
     with pytest.raises(BadRequest) as caught:
         decode_item(uri, MAX)
     assert caught.value.code == "invalid_base64"
@@ -121,9 +124,9 @@ def test_broken_data_uris_are_refused(uri: str) -> None:
 @pytest.mark.parametrize(
     ("url", "hint"),
     [
-        ("ftp://example.org/a.jpg", "only http"),
-        ("file:///etc/hostname", "only http"),
-        ("javascript:x", "only http"),
+        ("ftp://example.org/a.jpg", "^ftp: URLs are not served"),
+        ("FILE:///etc/hostname", "^file: URLs are not served"),
+        ("javascript:x", "^javascript: URLs are not served"),
     ],
 )
 def test_urls_of_other_schemes_are_refused(url: str, hint: str) -> None:
@@ -134,14 +137,25 @@ def test_urls_of_other_schemes_are_refused(url: str, hint: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://example.org/a.jpg", "HTTPS://example.org/a.jpg", "http:", "https:x"])
-def test_urls_that_may_be_fetched_stay_urls(url: str) -> None:
-    assert decode_item(f" {url}", MAX) == decode_url(f"\n{url}", MAX) == ImageUrl(url)
+@pytest.mark.parametrize(
+    ("before", "after"), [("", ""), (" ", ""), ("", "\n"), ("\r\n\t", " \v\f"), ("\u00a0", "\u2003")]
+)
+def test_white_space_around_a_url_is_trimmed(url: str, before: str, after: str) -> None:
+    text = before + url + after
+    assert decode_item(text, MAX) == decode_url(text, MAX) == ImageUrl(url)
 
 
-def test_text_that_is_no_url_is_refused_as_one() -> None:
-    with pytest.raises(BadRequest) as caught:
+def test_error_for_base64_in_place_of_a_url_says_where_it_belongs() -> None:
+    with pytest.raises(BadRequest, match=r'not a URL; .* base64 .* as \{"data": "…"\}') as caught:
         decode_url("AAAA", MAX)
     assert caught.value.code == "url_not_allowed"
+
+
+@pytest.mark.parametrize("url", ["data:image/png;base64,QUJD", " DATA:,A", "https://example.org/a.jpg"])
+def test_error_for_a_url_in_place_of_base64_says_where_it_belongs(url: str) -> None:
+    with pytest.raises(BadRequest, match=r'^this is a URL \((data|https):\), .* as \{"url": "…"\}') as caught:
+        decode_base64(url, MAX)
+    assert caught.value.code == "invalid_base64"
 
 
 @pytest.mark.parametrize(
@@ -153,6 +167,8 @@ def test_text_that_is_no_url_is_refused_as_one() -> None:
         "data:;base64,QUJDRA",
         "data:,ABCD",
         "data:,%41%42%43%44",
+        "data:,%%%%",  # no escapes, so that all 4 bytes stay
+        "data:,%41%%B",
         "QUJDRA" + "*" * 10,  # the size is checked before anything is decoded
     ],
 )

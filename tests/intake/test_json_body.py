@@ -5,6 +5,7 @@ import pytest
 
 from service.errors import ApiError, BadRequest, InvalidShape
 from service.fetching.image_urls import ImageUrl
+from service.intake.options import OPTION_NAMES, resolve_options
 from tests.support.bodies import read
 
 JSON = "application/json"
@@ -23,11 +24,32 @@ def test_images_and_options_are_read(content_type: str) -> None:
 
 
 @pytest.mark.parametrize("item", ["AAAA", {"data": "AAAA"}, {"url": "data:,%00%00%00"}, "data:,%00%00%00"])
-def test_one_item_may_stand_without_the_list(item: Any) -> None:
+def test_single_image_needs_no_list(item: Any) -> None:
     assert read(JSON, json.dumps({"images": item}).encode()).images == (b"\0\0\0",)
 
 
-def test_urls_stand_where_they_stood() -> None:
+@pytest.mark.parametrize(
+    ("value", "expected"), [(True, True), (1, True), ("True", True), (False, False), (0, False)]
+)
+def test_boolean_option_may_be_a_number(value: Any, expected: bool) -> None:
+    body = read(JSON, json.dumps({"images": "AAAA", "normalize": value}).encode())
+    assert resolve_options(body.options, None).normalize is expected
+
+
+@pytest.mark.parametrize("number", ["2", "-1", "1.0", "1e0", "1" + "0" * 5000])
+def test_other_numbers_are_refused_as_values(number: str) -> None:
+    body = read(JSON, b'{"images": "AAAA", "normalize": %s}' % number.encode())
+    with pytest.raises(BadRequest, match="normalize must be true or false") as caught:
+        resolve_options(body.options, None)
+    assert (caught.value.code, caught.value.param) == ("invalid_option", "normalize")
+
+
+def test_option_that_is_null_counts_as_missing() -> None:
+    document: dict[str, Any] = {"images": "AAAA", **dict.fromkeys(OPTION_NAMES)}
+    assert read(JSON, json.dumps(document).encode()).options == {}
+
+
+def test_urls_keep_their_place_among_the_images() -> None:
     images = ["http://a.test/", "AAAA", {"url": "https://b.test/?c"}]
     body = read(JSON, json.dumps({"images": images}).encode())
     assert body.images == (ImageUrl("http://a.test/"), b"\0\0\0", ImageUrl("https://b.test/?c"))
@@ -62,7 +84,7 @@ def test_malformed_json_is_refused(body: bytes) -> None:
     assert (caught.value.status, caught.value.code) == (400, "invalid_json")
 
 
-def test_malformed_json_is_refused_with_its_place() -> None:
+def test_error_for_malformed_json_gives_line_and_column() -> None:
     with pytest.raises(BadRequest, match="line 2, column 3"):
         read(JSON, b'{"images":\n  x}')
 
@@ -78,7 +100,9 @@ def test_malformed_json_is_refused_with_its_place() -> None:
         ({"image": "AAAA"}, "image"),
         ({"images": "AAAA", "model": "x"}, "model"),
         ({"images": "AAAA", "\ud800\n" + "x" * 100: 1}, "\\ud800\\n" + "x" * 62),
-        ({"images": None}, "images[0]"),
+        ({"images": None}, "images"),
+        ({"images": [None]}, "images[0]"),
+        ({"images": "AAAA", "model": None}, "model"),
         ({"images": 5}, "images[0]"),
         ({"images": ["AAAA", 5]}, "images[1]"),
         ({"images": ["AAAA", 1.5e300]}, "images[1]"),
@@ -90,16 +114,23 @@ def test_malformed_json_is_refused_with_its_place() -> None:
         ({"images": [{"url": {"url": "x"}}]}, "images[0]"),
         ({"images": [{"data": "AAAA", "url": "data:,x"}]}, "images[0]"),
         ({"images": [{"data": "AAAA", "detail": "low"}]}, "images[0]"),
-        ({"images": "AAAA", "normalize": 1}, "normalize"),
-        ({"images": "AAAA", "pooling": None}, "pooling"),
+        ({"images": "AAAA", "normalize": [1]}, "normalize"),
+        ({"images": "AAAA", "deepstack": {}}, "deepstack"),
+        ({"images": "AAAA", "pooling": 1}, "pooling"),
+        ({"images": "AAAA", "dtype": 32}, "dtype"),
         ({"images": "AAAA", "dtype": ["float32"]}, "dtype"),
     ],
 )
-def test_json_of_the_wrong_shape_is_refused_by_name(document: Any, param: str | None) -> None:
+def test_error_for_json_of_the_wrong_shape_names_the_member(document: Any, param: str | None) -> None:
     with pytest.raises(InvalidShape) as caught:
         read(JSON, json.dumps(document).encode())
     assert (caught.value.status, caught.value.param) == (422, param)
     caught.value.message.encode()
+
+
+def test_error_for_an_unknown_member_lists_the_known_ones() -> None:
+    with pytest.raises(InvalidShape, match="unknown member input; the members are images and pooling, "):
+        read(JSON, json.dumps({"input": "AAAA"}).encode())
 
 
 def test_unknown_member_of_an_item_is_named() -> None:
@@ -122,11 +153,11 @@ def test_unknown_member_of_an_item_is_named() -> None:
         (["AAAA", {"data": "https://example.org/a.jpg"}], 400, "invalid_base64", "images[1]"),
     ],
 )
-def test_bad_images_are_refused_by_index(images: Any, status: int, code: str, param: str) -> None:
+def test_error_for_a_bad_image_gives_its_index(images: Any, status: int, code: str, param: str) -> None:
     with pytest.raises(ApiError) as caught:
         read(JSON, json.dumps({"images": images}).encode())
     assert (caught.value.status, caught.value.code, caught.value.param) == (status, code, param)
 
 
-def test_many_commas_in_one_string_are_no_reason_to_refuse() -> None:
+def test_commas_within_a_data_uri_may_be_many() -> None:
     assert read(JSON, json.dumps({"images": "data:," + "," * 900}).encode()).images == (b"," * 900,)

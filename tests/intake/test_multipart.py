@@ -2,7 +2,7 @@ import pytest
 
 from service.errors import ApiError, BadRequest, TooLarge
 from service.intake.embed_body import EmbedBody
-from service.intake.multipart import MultipartForm
+from service.intake.multipart import MultipartReader
 from tests.support.bodies import BOUNDARY, LIMITS, MULTIPART, image_part, multipart, option_part, part, read
 from tests.support.measuring import growth
 
@@ -22,17 +22,17 @@ def test_images_come_in_order_and_options_by_name() -> None:
 
 
 @pytest.mark.parametrize("split", range(1, len(BODY)))
-def test_a_split_at_any_byte_changes_nothing(split: int) -> None:
+def test_body_may_be_split_at_any_byte(split: int) -> None:
     assert read(MULTIPART, BODY[:split], BODY[split:]) == EXPECTED
 
 
-def test_a_preamble_is_ignored_however_it_is_cut() -> None:
+def test_preamble_is_ignored_at_any_split() -> None:
     body = b"This is a form.\r\n--xYz\r\n-\r\n" + BODY
     for split in range(1, 60):
         assert read(MULTIPART, body[:split], body[split:]) == EXPECTED
 
 
-def test_single_bytes_change_nothing() -> None:
+def test_body_may_arrive_byte_by_byte() -> None:
     assert read(MULTIPART, *(BODY[i : i + 1] for i in range(len(BODY)))) == EXPECTED
 
 
@@ -55,10 +55,67 @@ def test_part_with_a_file_name_or_an_image_type_is_an_image(headers: bytes) -> N
     assert read(MULTIPART, multipart(part(headers, b"\0"))) == EmbedBody((b"\0",), {})
 
 
+NO_FILE = part(b'Content-Disposition: form-data; name="x"; filename=""\r\nContent-Type: image/png', b"")
+BUTTON = part(b'Content-Disposition: form-data; name="submit"', b"Upload image")
+
+
+def test_empty_file_inputs_and_the_submit_button_of_a_page_are_ignored() -> None:
+    body = multipart(
+        NO_FILE,
+        image_part(b"1"),
+        NO_FILE,
+        image_part(b"2"),
+        option_part("normalize", b"False"),
+        image_part(b"3"),
+        NO_FILE,  # the request has its 3 images already, and this part is not an image
+        BUTTON,
+    )
+    expected = EmbedBody((b"1", b"2", b"3"), {"normalize": "False"})
+    for split in range(1, len(body)):
+        assert read(MULTIPART, body[:split], body[split:]) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["submit", "Submit", "btnSubmit", "submit.x", "ctl00$btnUpload", "Button1", "send", "UPLOAD", "commit"],
+)
+def test_text_part_with_the_name_of_a_button_is_ignored(name: str) -> None:
+    body = multipart(image_part(b"x"), option_part(name, b"Go"), option_part(name, b""))
+    assert read(MULTIPART, body) == EmbedBody((b"x",), {})
+
+
+def test_file_under_the_name_of_a_button_is_an_image() -> None:
+    headers = b'Content-Disposition: form-data; name="upload"; filename="a.jpg"'
+    assert read(MULTIPART, multipart(part(headers, b"x"))).images == (b"x",)
+
+
+def test_file_input_with_bytes_and_no_name_counts_as_an_image() -> None:
+    unnamed = part(b'Content-Disposition: form-data; name="x"; filename=""', b"x")
+    assert read(MULTIPART, multipart(unnamed)).images == (b"x",)
+    with pytest.raises(TooLarge) as caught:
+        read(MULTIPART, multipart(*[image_part(b"x")] * 3, unnamed))
+    assert caught.value.code == "too_many_images"
+
+
+@pytest.mark.parametrize("ignored", [NO_FILE, BUTTON])
+def test_ignored_parts_have_a_limit(ignored: bytes) -> None:
+    assert read(MULTIPART, multipart(*[ignored] * 64, image_part(b"x"))).images == (b"x",)
+    with pytest.raises(BadRequest, match="empty file inputs and buttons") as caught:
+        read(MULTIPART, multipart(*[ignored] * 65, image_part(b"x")))
+    assert caught.value.code == "invalid_body"
+
+
+def test_text_of_a_button_has_a_limit() -> None:
+    with pytest.raises(BadRequest, match="button submit has more than 256 bytes"):
+        read(MULTIPART, multipart(image_part(b"x"), option_part("submit", b"x" * 257)))
+
+
 @pytest.mark.parametrize(
     ("headers", "param"),
     [
         (b'Content-Disposition: form-data; name="image"', "image"),
+        (b'Content-Disposition: form-data; name="poling"', "poling"),
+        (b'Content-Disposition: form-data; name="normalise"', "normalise"),
         (b'Content-Disposition: form-data; name="Pooling"', "Pooling"),
         (b'Content-Disposition: form-data; name="a\xff"\r\nContent-Type: application/json', "a\\ufffd"),
         (b'Content-Disposition: form-data; name="; filename*=x"', "; filename*=x"),
@@ -69,7 +126,7 @@ def test_part_with_a_file_name_or_an_image_type_is_an_image(headers: bytes) -> N
         (b"X: y", None),
     ],
 )
-def test_other_parts_are_refused_by_name(headers: bytes, param: str | None) -> None:
+def test_error_for_any_other_part_names_it(headers: bytes, param: str | None) -> None:
     with pytest.raises(BadRequest) as caught:
         read(MULTIPART, multipart(image_part(b"x"), part(headers, b"mean")))
     assert (caught.value.code, caught.value.param) == ("invalid_option", param)
@@ -109,7 +166,7 @@ def test_truncated_body_is_refused(end: int) -> None:
 
 
 @pytest.mark.parametrize("end", ["--", "--\r\n", "--\r\nepilogue", "--\r\n\r\n--xYz--7\r\n"])
-def test_what_follows_the_last_boundary_is_ignored(end: str) -> None:
+def test_bytes_after_the_last_boundary_are_ignored(end: str) -> None:
     body = image_part(b"x") + b"--" + BOUNDARY + end.encode()
     assert read(MULTIPART, body).images == (b"x",)
 
@@ -150,7 +207,7 @@ def test_malformed_bodies_are_refused(body: bytes) -> None:
         "; b=x",
     ],
 )
-def test_missing_or_odd_boundary_is_refused(parameters: str) -> None:
+def test_missing_or_invalid_boundary_is_refused(parameters: str) -> None:
     with pytest.raises(BadRequest) as caught:
         read("multipart/form-data" + parameters, BODY)
     assert caught.value.code == "invalid_body"
@@ -158,7 +215,7 @@ def test_missing_or_odd_boundary_is_refused(parameters: str) -> None:
 
 
 @pytest.mark.parametrize("boundary", ["x", "x" * 70, "a'b (c)+_,-./:=?"])
-def test_every_boundary_that_the_rules_allow_is_taken(boundary: str) -> None:
+def test_every_valid_boundary_is_accepted(boundary: str) -> None:
     body = multipart(image_part(b"x")).replace(BOUNDARY, boundary.encode())
     assert read(f'Multipart/Form-Data; charset=x; BOUNDARY="{boundary}"', body).images == (b"x",)
 
@@ -168,12 +225,13 @@ def test_every_boundary_that_the_rules_allow_is_taken(boundary: str) -> None:
     [
         (multipart(), BadRequest, "empty_input", "images"),
         (multipart(option_part("pooling", b"mean")), BadRequest, "empty_input", "images"),
+        (multipart(NO_FILE, BUTTON), BadRequest, "empty_input", "images"),
         (multipart(image_part(b"x"), image_part(b"")), BadRequest, "empty_input", "images[1]"),
         (multipart(*[image_part(b"x")] * 4), TooLarge, "too_many_images", "images"),
         (multipart(image_part(b"x"), image_part(b"x" * 1001)), TooLarge, "image_too_large", "images[1]"),
     ],
 )
-def test_images_out_of_their_limits_are_refused(
+def test_missing_empty_and_too_many_or_large_images_are_refused(
     body: bytes, error: type[ApiError], code: str, param: str
 ) -> None:
     with pytest.raises(error) as caught:
@@ -186,7 +244,7 @@ def test_limits_are_inclusive() -> None:
 
 
 @pytest.mark.parametrize("name", [b"Content-Type", b"Content-Disposition"])
-def test_parts_with_more_parameters_than_any_needs_are_refused(name: bytes) -> None:
+def test_part_header_with_more_than_64_semicolons_is_refused(name: bytes) -> None:
     with pytest.raises(BadRequest) as caught:
         read(MULTIPART, multipart(part(b"Content-Type: image/png\r\n" + name + b": x" + b";" * 65, b"x")))
     assert caught.value.code == "invalid_body"
@@ -195,9 +253,9 @@ def test_parts_with_more_parameters_than_any_needs_are_refused(name: bytes) -> N
 
 @pytest.mark.parametrize("junk", [b'\\"', b'"\\', b'"', b"\\", b"a", b" ", b"filename*", b"1"], ids=repr)
 @pytest.mark.parametrize("start", [b'; x="', b"; filename*", b"; x="])
-def test_time_for_the_headers_of_a_part_grows_with_their_size_only(start: bytes, junk: bytes) -> None:
+def test_time_to_parse_part_headers_is_linear_in_their_size(start: bytes, junk: bytes) -> None:
     def feed(num_bytes: int) -> None:
-        form = MultipartForm(BOUNDARY, LIMITS)
+        form = MultipartReader(BOUNDARY, LIMITS)
         head = b"Content-Disposition: form-data; filename*=x" + start
         body = image_part(b"x") + part(head + junk * ((num_bytes - len(head)) // len(junk)), b"x")
         form.feed(body)

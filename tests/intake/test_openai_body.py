@@ -51,17 +51,17 @@ def refusal(document: Any) -> tuple[int, str, str | None]:
         {"url": f"data:image/png;base64,{PIXEL}"},
     ],
 )
-def test_an_image_may_be_written_in_many_ways(item: Any) -> None:
+def test_every_way_to_write_an_image_is_accepted(item: Any) -> None:
     assert read({"model": "org/model", "input": item}).images == (IMAGE,)
     assert read({"model": "org/model", "input": [item, item]}).images == (IMAGE, IMAGE)
 
 
-def test_members_that_are_not_known_are_ignored() -> None:
+def test_unknown_members_are_ignored() -> None:
     document = {"input": PIXEL, "user": "me", "input_type": None, "truncate": {"deep": [1, 2.5]}}
     assert read(document) == EmbedBody((IMAGE,), {})
 
 
-def test_the_encoding_is_an_option_and_null_is_none() -> None:
+def test_encoding_format_is_read_and_null_counts_as_missing() -> None:
     assert read({"input": PIXEL, "encoding_format": "base64"}).options == {"encoding_format": "base64"}
     nulls = {"input": PIXEL, "encoding_format": None, "model": None, "dimensions": None}
     assert read(nulls) == EmbedBody((IMAGE,), {})
@@ -81,7 +81,7 @@ def test_the_encoding_is_an_option_and_null_is_none() -> None:
         PIXEL[:-8] + "!" * 8,
     ],
 )
-def test_text_is_refused_as_such(text: str) -> None:
+def test_text_is_refused_as_text_not_supported(text: str) -> None:
     assert refusal({"input": text}) == (400, "text_not_supported", "images[0]")
     assert refusal({"input": [PIXEL, text]}) == (400, "text_not_supported", "images[1]")
 
@@ -93,12 +93,40 @@ def test_tokens_and_text_items_are_refused_as_text(tokens: Any) -> None:
     assert refusal({"input": tokens}) == (400, "text_not_supported", "images[0]")
 
 
-def test_the_refusal_of_text_says_what_to_send() -> None:
-    with pytest.raises(ApiError, match=r'embeds images only.*base64.*data: URI.*\{"image"'):
+def test_error_for_text_says_what_to_send() -> None:
+    with pytest.raises(
+        ApiError, match=r'embeds images only; send each image.*\{"image": "<base64, data: URI or URL>"'
+    ):
         read({"input": "a cat"})
 
 
-def test_what_is_meant_as_an_image_keeps_its_own_error() -> None:
+CHAT_ITEMS = {
+    "a part of a chat message": {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PIXEL}"}},
+    "a part without a type": {"image_url": {"url": "https://example.org/a.jpg", "detail": "low"}},
+    "a part of OpenAI's Responses API": {"type": "input_image", "image_url": "https://example.org/a.jpg"},
+    "a part of Anthropic's API": {"type": "image", "source": {"type": "base64", "data": PIXEL}},
+    "a message": {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]},
+}
+
+
+@pytest.mark.parametrize("name", CHAT_ITEMS)
+def test_error_for_a_chat_shape_says_what_to_send(name: str) -> None:
+    assert refusal({"input": [PIXEL, CHAT_ITEMS[name]]}) == (422, "invalid_request", "images[1]")
+    with pytest.raises(
+        ApiError, match=r'chat request.*send each image of input as \{"image": "<base64, data'
+    ):
+        read({"input": CHAT_ITEMS[name]})
+
+
+def test_error_for_chat_messages_says_what_to_send() -> None:
+    chat = {"model": "org/model", "messages": [CHAT_ITEMS["a message"]]}
+    assert refusal(chat) == (422, "invalid_request", "messages")
+    with pytest.raises(ApiError, match=r'no chat messages; send each image of input as \{"image"'):
+        read(chat)
+    assert read({**chat, "input": PIXEL}).images == (IMAGE,)  # messages is ignored
+
+
+def test_malformed_image_is_not_refused_as_text() -> None:
     assert refusal({"input": {"image": "cat!"}}) == (400, "invalid_base64", "images[0]")
     assert refusal({"input": "data:image/png;base64,!"}) == (400, "invalid_base64", "images[0]")
     assert refusal({"input": {"image": "ftp://example.org/a.jpg"}})[1:] == ("url_not_allowed", "images[0]")
@@ -106,7 +134,7 @@ def test_what_is_meant_as_an_image_keeps_its_own_error() -> None:
     assert read({"input": base64.b64encode(b"%PDF-1.7").decode()}).images == (b"%PDF-1.7",)
 
 
-def test_a_url_is_left_to_be_fetched() -> None:
+def test_http_url_is_returned_as_a_url() -> None:
     url = ImageUrl("https://example.org/a.jpg")
     for item in (url.url, {"image": url.url}, {"url": url.url}):
         assert read({"input": item}).images == (url,)
@@ -118,7 +146,8 @@ def test_a_url_is_left_to_be_fetched() -> None:
         ([], (422, "invalid_request", None)),
         ("x", (422, "invalid_request", None)),
         ({}, (422, "invalid_request", "input")),
-        ({"input": None}, (422, "invalid_request", "images[0]")),
+        ({"input": None}, (422, "invalid_request", "input")),
+        ({"input": [None]}, (422, "invalid_request", "images[0]")),
         ({"input": {"image": 5}}, (422, "invalid_request", "images[0]")),
         ({"input": {"image": PIXEL, "detail": "low"}}, (422, "invalid_request", "images[0]")),
         ({"input": {"picture": PIXEL}}, (422, "invalid_request", "images[0]")),
@@ -139,23 +168,23 @@ def test_a_url_is_left_to_be_fetched() -> None:
         (b"", (400, "empty_input", None)),
     ],
 )
-def test_what_cannot_be_embedded_is_refused_by_name(document: Any, expected: tuple[int, str, str]) -> None:
+def test_error_for_a_bad_document_names_the_member(document: Any, expected: tuple[int, str, str]) -> None:
     assert refusal(document) == expected
 
 
-def test_the_vectors_own_dimensions_are_accepted() -> None:
+def test_dimensions_may_be_the_length_of_the_vectors() -> None:
     assert read({"input": PIXEL, "dimensions": 128}).images == (IMAGE,)
 
 
 @pytest.mark.parametrize(
     "content_type", [None, "", "image/png", "multipart/form-data; boundary=x", "text/json"]
 )
-def test_nothing_but_json_is_taken(content_type: str | None) -> None:
+def test_other_content_types_than_json_are_refused(content_type: str | None) -> None:
     with pytest.raises(UnsupportedMedia, match="application/json"):
         read({"input": PIXEL}, content_type)
 
 
-def test_a_large_document_is_parsed_off_the_event_loop() -> None:
+def test_large_document_is_parsed_off_the_event_loop() -> None:
     calls = []
 
     async def run_blocking(fn: Callable[[*Ts], T], /, *args: *Ts) -> T:

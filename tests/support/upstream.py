@@ -1,4 +1,4 @@
-"""Where tests fetch from: a web server on loopback, a resolver and a dialler under their control."""
+"""What tests of fetching need: a web server on loopback, a resolver and a dialler under their control."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ HOST = "images.test"
 PUBLIC = "93.184.215.14"
 
 
-def answer(body: bytes = b"image", status: int = 200, **headers: str | None) -> bytes:
-    """An answer that ends its connection; a header that is None is left out."""
+def reply(body: bytes = b"image", status: int = 200, **headers: str | None) -> bytes:
+    """A response after which the connection closes. A header that is None is left out."""
     fields = {"content_length": str(len(body)), "connection": "close"} | headers
     lines = [f"{name.replace('_', '-')}: {value}" for name, value in fields.items() if value is not None]
     return "\r\n".join([f"HTTP/1.1 {status} x", *lines, "", ""]).encode() + body
 
 
 def redirect(location: str, status: int = 302) -> bytes:
-    return answer(b"moved", status, location=location)
+    """A response that redirects to `location`."""
+    return reply(b"moved", status, location=location)
 
 
 class Upstream:
-    """A server that answers by path, 404 where it knows none. What it was asked is in `heads`."""
+    """A server with an answer for each path, and 404 for other paths. `heads` has the heads of requests."""
 
     def __init__(self, answers: Mapping[str, bytes | Script]) -> None:
         self.answers = answers
@@ -52,7 +53,7 @@ class Upstream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._server is not None
-        self._server.close()  # connections may still wait; they end with the event loop
+        self._server.close()  # open connections end with the event loop
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_connections += 1
@@ -61,7 +62,7 @@ class Upstream:
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode()
                 self.heads.append(head)
-                script = self.answers.get(head.split(" ")[1], answer(status=404))
+                script = self.answers.get(head.split(" ")[1], reply(status=404))
                 if isinstance(script, bytes):
                     writer.write(script)
                 else:
@@ -77,13 +78,13 @@ class Upstream:
 
 
 class Resolver:
-    """Answers from a table; further look-ups of a host get further answers, at the end the last one."""
+    """Looks hosts up in a table: each look-up returns the next answer for the host, at the end the last."""
 
     def __init__(self, hosts: Mapping[str, Sequence[Sequence[str]]], default: Iterable[str] = ()) -> None:
         self._hosts = {host: list(answers) for host, answers in hosts.items()}
         self._default = list(default)
         self.asked: list[str] = []
-        self.port: int | None = None  # in place of the one that was asked for
+        self.port: int | None = None  # returned in place of the port in the look-up
 
     async def __call__(self, host: str, port: int, /) -> Sequence[tuple[Address, int]]:
         self.asked.append(host)
@@ -93,7 +94,7 @@ class Resolver:
 
 
 class Dialler(httpcore.AnyIOBackend):
-    """Dials ports of this machine in place of addresses: of `servers`, and for all others of the canary."""
+    """Connects to servers on this machine in place of addresses: to `servers`, else to the canary."""
 
     def __init__(self, servers: Mapping[str, Upstream], canary: Upstream) -> None:
         self._servers = servers

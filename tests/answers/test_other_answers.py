@@ -1,4 +1,4 @@
-"""Forms other than JSON: safetensors, npy, content parts for vLLM, and the answer of `/v1/embeddings`."""
+"""Answers other than `/embed` in JSON: safetensors, npy, content parts for vLLM, `/v1/embeddings`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def numbers(*shape: int, dtype: str = "float32", seed: int = 0) -> torch.Tensor:
 
 
 def tokens_of(dtype: str, width: int = 12) -> list[torch.Tensor]:
-    """Of both images, each in a storage of its own as the encoder gives them."""
+    """The tokens of both images, each in a storage of its own as the encoder returns them."""
     return [tokens.clone() for tokens in numbers(8, width, dtype=dtype).split([2, 6])]
 
 
@@ -100,7 +100,7 @@ def test_safetensors_holds_the_tokens_of_all_images(dtype: str, num_images: int)
     assert (metadata["pooling"], metadata["deepstack"]) == ("none", "true")
 
 
-def test_a_revision_that_is_not_known_is_empty_in_safetensors() -> None:
+def test_unknown_revision_is_empty_in_safetensors() -> None:
     model = replace(MODEL, revision=None)
     [body] = serialize(model, options(format="safetensors"), IMAGES[:1], [numbers(4)]).body
     assert safetensors_metadata(bytes(body))["revision"] == ""
@@ -119,13 +119,13 @@ def test_npy_is_one_array(dtype: str) -> None:
     assert same_bits(from_npy(body), tokens)
 
 
-def test_npy_says_that_its_numbers_are_little_endian() -> None:
+def test_npy_header_says_little_endian() -> None:
     body, _ = written([numbers(4)], options(format="npy"), IMAGES[:1])
     assert b"'descr': '<f4'" in body[:128]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_content_parts_follow_the_rules_of_vllm(dtype: str) -> None:
+def test_vllm_reads_the_content_parts(dtype: str) -> None:
     tokens = tokens_of(dtype)
     body, media_type = written(tokens, options(format="vllm", dtype=dtype))
     assert media_type == "application/json"
@@ -143,7 +143,7 @@ def test_only_bfloat16_is_a_torch_file(dtype: str, is_npy: bool) -> None:
     assert base64.b64decode(part.image_embeds.image_embeds).startswith(b"\x93NUMPY") is is_npy
 
 
-def test_a_part_holds_its_own_rows_and_nothing_else() -> None:
+def test_content_part_holds_only_the_rows_of_its_image() -> None:
     tokens = [torch.full((rows, 64), float(rows), dtype=torch.bfloat16) for rows in (2, 6)]
     body, _ = written(tokens, options(format="vllm"))
     files = [
@@ -156,7 +156,7 @@ def test_a_part_holds_its_own_rows_and_nothing_else() -> None:
         assert other[0].view(torch.uint8).numpy().tobytes() not in file
 
 
-def test_a_single_image_is_saved_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_image_is_saved_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> torch.Tensor:
         raise AssertionError("copied")
 
@@ -171,7 +171,7 @@ def uuids(model: ModelIdentity, images: Sequence[ImageFacts], dtype: str) -> lis
     return [part["uuid"] for part in json.loads(b"".join(answer.body))["content"]]
 
 
-def test_the_uuid_changes_with_whatever_changes_the_tokens() -> None:
+def test_uuid_changes_with_everything_that_changes_the_tokens() -> None:
     first, second = uuids(MODEL, IMAGES, "float16")
     assert [first, second] == uuids(replace(MODEL, name="other", revision=None), IMAGES, "float16")
     others = [
@@ -182,14 +182,14 @@ def test_the_uuid_changes_with_whatever_changes_the_tokens() -> None:
     assert len({first, second, *others}) == 7
 
 
-def test_the_uuid_is_the_hash_that_the_documents_say() -> None:
+def test_uuid_is_the_documented_hash() -> None:
     # echo -n "ffff… 0000… float16" | sha256sum
     expected = "vs1-89121354a0d1895502916cae10b890e348c767d4ec3a8806ac6537fa760450c6"
     assert uuids(MODEL, IMAGES, "float16")[0] == expected
 
 
 @pytest.mark.parametrize("encoding_format", ["float", "base64"])
-def test_openai_answers_have_its_members_and_no_others(encoding_format: str) -> None:
+def test_openai_answer_has_exactly_the_documented_members(encoding_format: str) -> None:
     vectors = [numbers(4, seed=n) for n in range(2)]
     body, media_type = written(vectors, openai_options({"encoding_format": encoding_format}, None))
     assert media_type == "application/json"
@@ -203,7 +203,7 @@ def test_openai_answers_have_its_members_and_no_others(encoding_format: str) -> 
 
 
 @pytest.mark.parametrize("form", ["safetensors", "npy", "vllm"])
-def test_no_form_holds_a_number_that_is_not_finite(form: str) -> None:
+def test_non_finite_number_is_refused_in_every_format(form: str) -> None:
     tokens = numbers(6, 4)
     tokens[5, 3] = float("inf")
     asked = options(format=form, pooling="none")
@@ -212,14 +212,14 @@ def test_no_form_holds_a_number_that_is_not_finite(form: str) -> None:
     assert caught.value.param == "images[0]"
 
 
-def test_a_number_that_is_not_finite_is_found_anywhere_in_a_large_tensor() -> None:
+def test_non_finite_number_is_found_in_a_large_tensor() -> None:
     tokens = torch.zeros(3000, 1024)
     tokens[2999, 1023] = float("nan")
     with pytest.raises(NonFiniteOutput):
         serialize(MODEL, options(format="npy", pooling="none"), IMAGES[1:], [tokens])
 
 
-def test_rows_that_are_not_contiguous_are_written_in_order() -> None:
+def test_non_contiguous_rows_are_written_in_order() -> None:
     tokens = numbers(6, 8)[:, :4]
     for form, read in (("npy", from_npy), ("safetensors", lambda body: from_safetensors(body)[0])):
         body, _ = written([tokens], options(format=form, pooling="none"), IMAGES[1:])
@@ -229,8 +229,8 @@ def test_rows_that_are_not_contiguous_are_written_in_order() -> None:
 @pytest.mark.parametrize(
     ("form", "read"), [("npy", from_npy), ("safetensors", lambda body: from_safetensors(body)[0])]
 )
-def test_a_large_file_is_the_tensors_own_memory(form: str, read: Callable[[bytes], torch.Tensor]) -> None:
-    """So that no copy is made, which would hold the interpreter lock meanwhile."""
+def test_large_file_shares_memory_with_the_tensor(form: str, read: Callable[[bytes], torch.Tensor]) -> None:
+    """A copy would hold the interpreter lock while it is made."""
     tokens = torch.zeros(1024, 512)
     image = replace(IMAGES[1], num_tokens=1024)
     answer = serialize(MODEL, options(format=form, pooling="none"), [image], [tokens])
@@ -238,7 +238,7 @@ def test_a_large_file_is_the_tensors_own_memory(form: str, read: Callable[[bytes
     assert read(b"".join(answer.body))[0, 0] == 5.0
 
 
-def test_the_numbers_of_a_safetensors_file_are_aligned() -> None:
+def test_numbers_of_a_safetensors_file_are_aligned() -> None:
     vectors = [numbers(5), numbers(5)]
     [body] = serialize(MODEL, options(format="safetensors"), IMAGES, vectors).body
     assert int.from_bytes(bytes(body)[:8], "little") % 8 == 0
@@ -247,7 +247,7 @@ def test_the_numbers_of_a_safetensors_file_are_aligned() -> None:
 
 @given(st.lists(st.binary(max_size=20)))
 @hypothesis_settings(derandomize=True, deadline=None)
-def test_base64_of_what_is_written_in_pieces_is_that_of_the_whole(pieces: list[bytes]) -> None:
+def test_base64_written_in_pieces_equals_base64_of_the_whole(pieces: list[bytes]) -> None:
     writer = Base64Writer()
     for piece in pieces:
         assert writer.write(memoryview(piece)) == len(piece)
@@ -273,12 +273,12 @@ def test_base64_of_more_than_a_slice(num_bytes: int) -> None:
         ([0, 3, 0], [3]),
     ],
 )
-def test_small_pieces_are_joined_and_large_ones_left(lengths: list[int], expected: list[int]) -> None:
+def test_small_pieces_are_joined_and_large_pieces_kept(lengths: list[int], expected: list[int]) -> None:
     pieces: list[Piece] = [bytes([index + 1]) * length for index, length in enumerate(lengths)]
-    join_piecesed = join_pieces(pieces)
-    assert [len(piece) for piece in join_piecesed] == expected
-    assert b"".join(join_piecesed) == b"".join(pieces)
+    joined = join_pieces(pieces)
+    assert [len(piece) for piece in joined] == expected
+    assert b"".join(joined) == b"".join(pieces)
 
 
-def test_an_answer_knows_its_length() -> None:
+def test_num_bytes_is_the_length_of_the_body() -> None:
     assert Answer((b"abc", memoryview(b"de")), "text/plain").num_bytes == 5

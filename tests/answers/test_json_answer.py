@@ -37,7 +37,7 @@ def answer(sent: dict[str, str | bool], *embeddings: torch.Tensor) -> dict[str, 
     return decoded
 
 
-def test_members_are_exactly_those_of_the_contract() -> None:
+def test_json_answer_has_exactly_the_documented_members() -> None:
     assert answer(POOLED, torch.tensor([0.5, -1.0]), torch.tensor([0.25, 2.0])) == {
         "object": "list",
         "model": "org/model",
@@ -67,7 +67,7 @@ def test_tokens_are_a_list_of_rows() -> None:
     assert answer(TOKENS, tokens[:1])["data"][0]["embedding"] == tokens[:1].tolist()
 
 
-def test_a_view_that_is_not_contiguous_is_written_in_its_own_order() -> None:
+def test_non_contiguous_tensor_is_written_in_its_own_order() -> None:
     tokens = torch.arange(12, dtype=torch.float32).reshape(3, 4)
     assert answer(TOKENS, tokens[:, :2])["data"][0]["embedding"] == tokens[:, :2].tolist()
     sent = {**TOKENS, "encoding_format": "base64"}
@@ -89,7 +89,7 @@ def test_floats_read_back_as_the_same_float32(values: list[float]) -> None:
 
 @pytest.mark.parametrize(("dtype", "integer"), [("float32", "<u4"), ("float16", "<u2"), ("bfloat16", "<u2")])
 @pytest.mark.parametrize("shape", [(5,), (3, 5)])
-def test_base64_holds_little_endian_bytes_and_says_their_shape(
+def test_base64_holds_little_endian_bytes_beside_their_shape(
     dtype: str, integer: str, shape: tuple[int, ...]
 ) -> None:
     pooling = "mean" if len(shape) == 1 else "none"
@@ -113,7 +113,7 @@ def test_base64_of_a_large_array_is_one_string() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_a_number_that_is_not_finite_never_leaves(bad: float, dtype: str) -> None:
+def test_non_finite_number_is_never_sent(bad: float, dtype: str) -> None:
     good = torch.ones(4, dtype=getattr(torch, dtype))
     broken = good.clone()
     broken[2] = bad
@@ -123,7 +123,7 @@ def test_a_number_that_is_not_finite_never_leaves(bad: float, dtype: str) -> Non
     assert (caught.value.code, caught.value.param) == ("non_finite_output", "images[1]")
 
 
-def test_names_with_quotes_are_escaped() -> None:
+def test_quotes_in_names_are_escaped() -> None:
     model = ModelIdentity(name='a"b\\', revision="r\n", fingerprint="")
     body = json.loads(written(resolve_options(POOLED, None), torch.ones(2), model=model))
     assert (body["model"], body["revision"]) == ('a"b\\', "r\n")
