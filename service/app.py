@@ -105,6 +105,7 @@ def create_app(
     app = FastAPI(
         title="vision-sidecar",
         version=own_version,
+        servers=[{"url": docs.SERVER, "description": "this server"}],
         description=_DESCRIPTION + (_DEMO if settings.is_demo else ""),
         openapi_url=None,
         docs_url=None,

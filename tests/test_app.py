@@ -28,14 +28,12 @@ from models.replica import MAX_LAUNCHED
 from service.app import COUNTED_ROUTES, create_app
 from service.config.settings import Settings
 from service.engine.engine import State
-from service.errors import ERROR_CODES
 from service.images.image_file import ImageLimits, read_header
 from service.images.preparation import Preparation
-from service.intake.options import MEDIA_TYPES, OPTION_NAMES
+from service.intake.options import OPTION_NAMES
 from service.metrics import MISS_REASONS
 from service.queue.ticket import Ticket
-from service.routes import docs
-from service.routes.openapi import PIXEL, STATUS_TEXTS
+from service.routes.openapi import PIXEL
 from service.routes.schemas import EmbedResponse, Info, ModelCard, ModelList, OpenAIResponse
 from tests.support.answers import error_of, from_safetensors, from_vllm, message_of
 from tests.support.app import (
@@ -491,69 +489,6 @@ def test_requests_at_the_same_time_get_their_own_answers(service: Service) -> No
         assert entry["embedding"] == pytest.approx(service.embed(image).json()["data"][0]["embedding"])
 
 
-def test_docs_come_with_their_own_assets(service: Service) -> None:
-    page = service.get("/docs")
-    assert page.headers["content-type"] == "text/html; charset=utf-8"
-    policy = page.headers["content-security-policy"]
-    assert "default-src 'none'" in policy
-    assert "script-src 'self';" in policy
-    addresses = re.findall(r'(?:src|href)="([^"]+)"', page.text)
-    assert len(addresses) == 4
-    for address in addresses:
-        if not address.startswith("data:"):
-            assert "//" not in address
-            asset = service.get(f"/{address}")
-            assert asset.status_code == 200
-            assert asset.headers["content-type"].startswith(
-                "text/css" if address.endswith("css") else "text/javascript"
-            )
-    assert not re.search(r"<script>|<style| on\w+=", page.text)
-
-
-def test_openapi_describes_every_route_option_and_error(service: Service) -> None:
-    schema = service.get("/openapi.json").json()
-    assert set(schema["paths"]) == {
-        "/embed", "/v1/embeddings", "/healthz", "/readyz", "/health", "/info", "/v1/models",
-        "/v1/models/{model_id}", "/metrics", "/docs", "/openapi.json",
-    }  # fmt: skip
-    embed = schema["paths"]["/embed"]["post"]
-    assert {parameter["name"] for parameter in embed["parameters"]} == set(OPTION_NAMES)
-    content = embed["requestBody"]["content"]
-    assert set(content) == {"image/*", "application/octet-stream", "multipart/form-data", "application/json"}
-    for media_type in ("multipart/form-data", "application/json"):
-        assert set(content[media_type]["schema"]["properties"]) == {"images", *OPTION_NAMES}
-    items = content["application/json"]["schema"]["properties"]["images"]["oneOf"][0]["items"]["oneOf"]
-    assert [set(item.get("properties", ())) for item in items] == [set(), {"data"}, {"url"}]
-    assert set(embed["responses"]["200"]["content"]) == set(MEDIA_TYPES)
-    openai = schema["paths"]["/v1/embeddings"]["post"]
-    assert set(openai["requestBody"]["content"]["application/json"]["schema"]["properties"]) == {
-        "model", "input", "encoding_format", "dimensions"
-    }  # fmt: skip
-    assert "422" not in openai["responses"]
-    assert set(embed["responses"]) == {
-        *("200", "400", "406", "408", "413", "415", "422", "429", "431", "500", "502", "503", "504"),
-    }
-    assert set(schema["components"]["schemas"]["ErrorDetail"]["properties"]["code"]["enum"]) == set(
-        ERROR_CODES
-    )
-    operations = [operation for path in schema["paths"].values() for operation in path.values()]
-    assert all(operation["summary"] for operation in operations)
-    statuses = {status for operation in operations for status in operation["responses"]}
-    assert {str(status) for status in STATUS_TEXTS} == statuses - {"200"}
-
-
-def test_docs_are_made_at_start_and_not_at_a_request(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: object) -> bytes:
-        raise AssertionError("made at a request")
-
-    monkeypatch.setattr(docs, "_read_asset", fail)
-    monkeypatch.setattr(service.app, "openapi", fail)
-    for path in docs.PATHS:
-        assert service.get(path).status_code == 200
-
-
 def test_metrics_are_written_off_the_event_loop(service: Service) -> None:
     threads = []
 
@@ -567,14 +502,6 @@ def test_metrics_are_written_off_the_event_loop(service: Service) -> None:
     service.get("/metrics")
     assert len(threads) == 1
     assert threading.main_thread() not in threads
-
-
-def test_examples_of_openapi_work(service: Service) -> None:
-    schema = service.get("/openapi.json").json()
-    for path in ("/embed", "/v1/embeddings"):
-        content = schema["paths"][path]["post"]["requestBody"]["content"]["application/json"]
-        for shown in content["examples"].values():
-            assert service.request("POST", path, json=shown["value"]).status_code == 200
 
 
 def test_the_demo_model_is_named_as_such(

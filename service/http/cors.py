@@ -1,4 +1,4 @@
-"""Cross-origin requests: the headers that let pages of other origins call the server, on answers and errors alike.
+"""Cross-origin requests: headers that let pages of other origins call the server and read its answers.
 
 Knows the headers of the Fetch standard; knows nothing of routes or keys.
 """

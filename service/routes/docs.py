@@ -19,6 +19,7 @@ ASSETS = {  # path → media type and name in the package that carries Swagger U
 }
 START = "/docs/start.js"
 PATHS = (PAGE, OPENAPI, *ASSETS, START)
+SERVER = "."  # relative to `/openapi.json`, so that "Try it out" works behind a proxy that adds a prefix
 
 # Addresses are relative to the page, so that it works behind a proxy that adds a prefix.
 _HTML = """<!DOCTYPE html>

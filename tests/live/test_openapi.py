@@ -21,4 +21,4 @@ def test_answers_are_as_described(server_url: str, tmp_path: Path) -> None:
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Operations:       10 selected" in done.stdout, done.stdout
+    assert "Operations:       11 selected" in done.stdout, done.stdout
