@@ -411,7 +411,7 @@ def test_models_are_listed_in_the_shape_of_openai(serve: Serve, settings: Settin
 def test_an_unknown_path_is_404(path: str, service: Service) -> None:
     response = service.request("POST", f"http://sidecar{path}")
     assert error_of(response) == (404, "not_found", None)
-    assert "/docs has those that there are" in message_of(response)
+    assert "/docs lists the paths" in message_of(response)
     assert response.headers["vary"] == "Accept"
     assert service.metric("requests_total", route="other", status="404") == 1
 

@@ -25,7 +25,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from service.errors import ApiError, BadRequest, BodyTimeout, HeadersTooLarge
-from service.http.response_parts import FIXED_HEADERS, Headers, error_answer, identity_headers, new_request_id
+from service.http.response_parts import (
+    FIXED_HEADERS,
+    Headers,
+    error_response,
+    identity_headers,
+    new_request_id,
+)
 from service.http.transport import LingeringTransport, UnreadWatch
 
 MAX_HEADER_BYTES = 2**16
@@ -238,7 +244,7 @@ class Protocol(HttpToolsProtocol):
         """Ends the connection, with an answer unless one has begun."""
         cycle = self._answered
         if cycle is None or cycle.response_complete or not cycle.response_started:
-            headers, body = error_answer(error)
+            headers, body = error_response(error)
             headers += FIXED_HEADERS + identity_headers(new_request_id(), {"total": 0})
             headers.append((b"connection", b"close"))
             lines = _header_lines(headers)

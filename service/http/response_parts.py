@@ -30,7 +30,7 @@ def identity_headers(request_id: str, timings_ms: dict[str, float]) -> Headers:
     return [(b"x-request-id", request_id.encode()), (b"server-timing", timings.encode())]
 
 
-def error_answer(error: ApiError) -> tuple[Headers, bytes]:
+def error_response(error: ApiError) -> tuple[Headers, bytes]:
     """The headers of an error's own, and its body. Text of any kind can be sent: JSON escapes it to ASCII."""
     body = json.dumps(error.body(), separators=(",", ":")).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
