@@ -24,7 +24,8 @@ from models import EncodeItem, Patches, Preprocessor, Replica, VisionEncoder
 from service.answers.answer import Answer
 from service.config.settings import Settings
 from service.errors import ApiError
-from service.fetching.fetcher import make_fetcher
+from service.fetching.fetcher import Fetcher, make_fetcher
+from service.fetching.image_urls import ImageUrl
 from service.http.context import RequestContext
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageLimits
@@ -70,6 +71,7 @@ class Source:
         self.limits = QueueLimits(max_batch_tokens=100_000, max_queue_tokens=100_000)
         self.budget = ByteBudget(2**29)
         self.memory = DecodingMemory(2**29)
+        self.fetcher: Fetcher | None = None  # in place of the one that the settings ask for
 
     @contextmanager
     def serving(self) -> Iterator[Batcher]:
@@ -89,7 +91,7 @@ class Source:
     def pipeline(
         self, settings: Settings, batcher: Batcher, decoders: Executor, writers: Executor | None = None
     ) -> Pipeline:
-        """Writes where it decodes, unless told otherwise."""
+        """A pipeline that serializes on `decoders`, too, unless it has `writers`."""
         return Pipeline(
             settings,
             self,
@@ -97,7 +99,7 @@ class Source:
             self.budget,
             decoders,
             writers or decoders,
-            make_fetcher(settings),
+            self.fetcher or make_fetcher(settings),
             ImageLimits(settings.max_image_bytes, settings.max_image_pixels),
             self.memory,
         )
@@ -207,6 +209,33 @@ def test_urls_are_refused_where_none_are_allowed(settings: Settings) -> None:
     assert (error.status, error.code, error.param) == (400, "url_not_allowed", "images[1]")
     assert "not enabled" in error.message
     assert "fetch" not in exchange.context.stages_s
+
+
+class RecordingFetcher(Fetcher):
+    """Answers every URL with one image, and records what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked_for: list[Sequence[bytes | ImageUrl]] = []
+
+    async def fetch(
+        self, images: Sequence[bytes | ImageUrl], hold: Callable[[int], None] = lambda num_bytes: None
+    ) -> list[bytes]:
+        self.asked_for.append(images)
+        return [image if isinstance(image, bytes) else encode_image() for image in images]
+
+
+def test_only_requests_with_urls_reach_the_fetcher(settings: Settings) -> None:
+    source = Source()
+    source.fetcher = fetcher = RecordingFetcher()
+    image = encode_image()
+    for exchange in (Exchange(image), json_exchange(image, image)):
+        exchange.run(source, settings)
+        assert (fetcher.asked_for, "fetch" in exchange.context.stages_s) == ([], False)
+    body = {"images": [base64.b64encode(image).decode(), "http://example.org/"]}
+    exchange = Exchange(json.dumps(body).encode(), "application/json")
+    assert exchange.run(source, settings)["usage"]["num_images"] == 2
+    assert fetcher.asked_for == [(image, ImageUrl("http://example.org/"))]
+    assert exchange.context.stages_s["fetch"] >= 0
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from starlette.types import Message, Receive
 
 
 @contextmanager
-def watch(receive: Receive, on_left: Callable[[], None]) -> Iterator[None]:
+def watch_caller(receive: Receive, on_left: Callable[[], None]) -> Iterator[None]:
     """Calls `on_left` once the caller closes the connection, until the block ends. The body has been read.
 
     A caller of whom nothing can be received any more has left.

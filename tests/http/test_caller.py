@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from service.http.caller import watch
+from service.http.caller import watch_caller
 
 DISCONNECT: Message = {"type": "http.disconnect"}
 REST: Message = {"type": "http.request", "body": b"", "more_body": False}
@@ -66,7 +66,7 @@ def test_a_caller_has_left_who_says_so_or_of_whom_nothing_can_be_received(
     message: Message | Exception, has_left: bool
 ) -> None:
     async def check(channel: Channel, left: list[bool]) -> None:
-        with watch(channel.receive, lambda: left.append(True)):
+        with watch_caller(channel.receive, lambda: left.append(True)):
             await turns()
             assert not left
             channel.put(message)
@@ -79,7 +79,7 @@ def test_a_caller_has_left_who_says_so_or_of_whom_nothing_can_be_received(
 def test_a_caller_who_had_left_before_is_noticed() -> None:
     async def check(channel: Channel, left: list[bool]) -> None:
         channel.put(DISCONNECT)
-        with watch(channel.receive, lambda: left.append(True)):
+        with watch_caller(channel.receive, lambda: left.append(True)):
             await turns()
         assert left == [True]
 
@@ -88,7 +88,7 @@ def test_a_caller_who_had_left_before_is_noticed() -> None:
 
 def test_one_task_waits_however_long_it_takes() -> None:
     async def check(channel: Channel, left: list[bool]) -> None:
-        with watch(channel.receive, lambda: left.append(True)):
+        with watch_caller(channel.receive, lambda: left.append(True)):
             for _ in range(5):
                 await turns()
             assert (channel.num_asked, channel.num_waiting) == (1, 1)
@@ -99,7 +99,10 @@ def test_one_task_waits_however_long_it_takes() -> None:
 @pytest.mark.parametrize("error", [None, ValueError("odd"), asyncio.CancelledError()])
 def test_nobody_is_watched_once_the_block_has_ended(error: BaseException | None) -> None:
     async def check(channel: Channel, left: list[bool]) -> None:
-        with suppress(ValueError, asyncio.CancelledError), watch(channel.receive, lambda: left.append(True)):
+        with (
+            suppress(ValueError, asyncio.CancelledError),
+            watch_caller(channel.receive, lambda: left.append(True)),
+        ):
             await turns()
             if error is not None:
                 raise error
