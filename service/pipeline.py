@@ -48,7 +48,7 @@ _INLINE_NUMBERS = 32_768
 
 
 class HasEncoder(Protocol):
-    """Where the facts of the loaded encoder come from."""
+    """Knows the loaded encoder, for its facts such as the width of a token."""
 
     @property
     def encoder(self) -> LoadedEncoder: ...

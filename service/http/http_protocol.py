@@ -111,7 +111,7 @@ class Protocol(HttpToolsProtocol):
             self._refuse(_headers_too_large())
 
     def _feed(self, data: bytes) -> bytes:
-        """Feeds the parser. Returns the bytes after headers that ask for an upgrade: they are still to be fed.
+        """Feeds the parser. Returns the bytes after headers that ask for an upgrade, still to be fed.
 
         No upgrade is served, so it is ignored: a new parser is told the body's framing and reads the body.
         """
