@@ -1,6 +1,6 @@
-"""`create_app` puts the rooms together; `_lifespan` starts and ends what they run.
+"""`create_app` puts the rooms together; `_lifespan` starts and stops their threads and tasks.
 
-    RequestMiddleware ─► KeyMiddleware ─► GuardMiddleware ─► route ─► Engine.admit ─► Pipeline
+    RequestMiddleware ─► KeyMiddleware ─► GuardMiddleware ─► route: accepted by the engine ─► Pipeline
 
 Starting the app only starts the replicas' threads, so the port may be open before the model is loaded.
 """

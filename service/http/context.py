@@ -1,7 +1,7 @@
 """The state of one request from its first byte to its last: its id, its stages, and its response so far.
 
 The middleware creates it, the pipeline fills in the stages, and the middleware reads it for headers, the log
-and metrics. Knows nothing of what a request asks for.
+and metrics. Knows nothing of images or options.
 """
 
 from __future__ import annotations

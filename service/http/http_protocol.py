@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol, with limits on what comes before and beside a body.
+"""HTTP/1.1 on one connection: uvicorn's protocol, with limits on headers, trailers and time.
 
 - Headers, trailers and all other bytes outside of a body are limited to 64 KiB a section. The headers of a
   request must be complete within a limited time, and so must the wait for the first request of a connection.
@@ -71,7 +71,7 @@ class Protocol(HttpToolsProtocol):
         self._is_resuming = False  # while a new parser is told of headers that asked for an upgrade
         self._num_header_bytes = 0  # since the last byte of a body
         self._refusal: ApiError | None = None  # of the last request; no more bytes are read
-        # The request that is being answered, or was last. uvicorn's `cycle` is the one that was read last.
+        # The request that is being answered, or was last. uvicorn's `cycle` is the last one that was read.
         self._answered: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

@@ -1,6 +1,6 @@
 """API keys, checked before a body is read.
 
-Knows the Authorization header; knows nothing of what a request asks for.
+Knows the Authorization header and paths; knows nothing of the rest of a request.
 """
 
 from __future__ import annotations

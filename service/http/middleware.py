@@ -1,4 +1,4 @@
-"""What surrounds every request: its id, common headers, metrics, the log, and errors as the one error body.
+"""Gives every request its id, common headers, metrics, a line in the log if it fails, and errors as JSON.
 
 Plain ASGI. Knows HTTP and the error tree; knows nothing of images or models.
 """
@@ -55,7 +55,9 @@ class RequestMiddleware:
             return
         is_probe = scope["path"] in self._probes
         context = RequestContext(_request_id(scope), scope["method"], is_logged=not is_probe)
-        if context.method == "HEAD":  # a GET whose body is not sent, so that no route needs to know of it
+        if (
+            context.method == "HEAD"
+        ):  # handled as a GET without its body, so that no route needs to know of it
             scope = {**scope, "method": "GET"}
         context.attach(scope)
         send = _with_headers(context, send)
@@ -121,7 +123,7 @@ class RequestMiddleware:
         return f"{context.method} {self._route(scope)} [{context.request_id}]"
 
     def _log_members(self, scope: Scope, error: ApiError | None = None) -> dict[str, object]:
-        """What a structured log says of the request, each as a member."""
+        """The members that a structured log has for the request."""
         context = context_of(scope)
         return {
             "request_id": context.request_id,
@@ -132,7 +134,7 @@ class RequestMiddleware:
         }
 
     def _route(self, scope: Scope) -> str:
-        """The template of the route that the router found. Before the router: the path, if it is known."""
+        """The template of the route. If the router was not reached, the path, if it is one of ours."""
         found = scope.get("route")
         if found is not None:
             return cast(str, found.path)
@@ -140,7 +142,7 @@ class RequestMiddleware:
 
 
 def _with_headers(context: RequestContext, send: Send) -> Send:
-    """`send` with the headers that every response has, and without a body where the method is HEAD."""
+    """Adds to `send` the headers that every response has. Drops the body if the method is HEAD."""
 
     async def send_with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":

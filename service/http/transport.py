@@ -74,7 +74,7 @@ class UnreadWatch:
 
 
 class LingeringTransport(asyncio.Transport):
-    """A connection whose `close` lets a client that is still sending read the response first."""
+    """A connection. `close` waits for a client that is still sending, so that it can read the response."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """Reading a body within its limits: the three forms of `POST /embed`, and the JSON of `POST /v1/embeddings`.
 
-Knows content types, sizes and time; knows nothing of what an image is, of the values of options or of HTTP
-frameworks.
+Knows content types, sizes and time; knows nothing of pixels, of the values of options or of HTTP frameworks.
 """
 
 from __future__ import annotations

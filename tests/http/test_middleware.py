@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import re
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,7 +110,32 @@ def test_every_answer_has_the_fixed_headers(app: ASGIApp) -> None:
     assert re.search(r"total;dur=\d+\.\d\d$", headers["server-timing"])
 
 
-def test_stages_are_told_in_milliseconds() -> None:
+def test_the_scope_gets_one_object_and_no_cycle() -> None:
+    done = run(fine)
+    added = set(done.scope) - {"type", "method", "path", "headers", "route"}
+    assert added == {"vision_sidecar.context"}
+    context = context_of(done.scope)
+    assert (context.status, context.response_has_begun, context.error_code) == (200, True, None)
+    assert done.scope not in gc.get_referents(context)
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_a_request_leaves_no_garbage() -> None:
+    class Body:
+        """Part of a request."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["body"] = body
+        raise BadRequest("no", code="invalid_image")
+
+    body = Body()
+    is_left = weakref.ref(body)
+    run(app)
+    del body
+    assert is_left() is None
+
+
+def test_stages_are_in_milliseconds() -> None:
     assert run(fine).headers["server-timing"].startswith("read;dur=1.50, total;dur=")
 
 
