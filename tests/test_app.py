@@ -143,7 +143,7 @@ def test_refusals_of_embed(
     assert service.metric("requests_total", route="/embed", status=str(expected[0])) == 1
 
 
-def test_one_bad_image_fails_the_whole_request_and_is_named(service: Service) -> None:
+def test_if_one_image_fails_the_request_fails_and_names_it(service: Service) -> None:
     response = service.embed_form(encode_image(), b"no image", encode_image())
     assert error_of(response) == (400, "invalid_image", "images[1]")
     assert "not an image; the formats served are JPEG" in message_of(response)
@@ -171,7 +171,7 @@ TEXT = st.text(st.characters(codec=None, categories=None), max_size=70)
 @example(document={"images": PIXEL, "\ud800": "x"}, name="\udfff")
 @example(document={"images": {"data": PIXEL, "\ud800": "x"}}, name="dtype")
 @example(document={"images": "\ud800"}, name="x")
-def test_no_text_of_a_client_makes_an_error_that_cannot_be_sent(
+def test_error_about_any_text_of_a_client_can_be_sent(
     document: dict[str, object], name: str, service: Service
 ) -> None:
     response = service.embed(json.dumps(document).encode(), content_type="application/json")
@@ -234,7 +234,7 @@ def test_a_batch_that_fails_is_an_internal_error_and_the_next_one_works(serve: S
     assert service.embed(encode_image()).status_code == 200
 
 
-def test_a_lost_device_is_told_to_callers_and_probes(serve: Serve) -> None:
+def test_callers_and_probes_are_told_of_a_lost_device(serve: Serve) -> None:
     def fail(items: Sequence[EncodeItem]) -> None:
         raise torch.AcceleratorError("illegal memory access")
 
@@ -247,7 +247,7 @@ def test_a_lost_device_is_told_to_callers_and_probes(serve: Serve) -> None:
         assert error_of(service.get(probe)) == (503, "device_failed", None)
 
 
-def test_before_the_model_is_loaded_only_liveness_is_well(serve: Serve, gate: threading.Event) -> None:
+def test_before_the_model_is_loaded_only_healthz_is_200(serve: Serve, gate: threading.Event) -> None:
     service = serve(load=gate.wait, state=State.LOADING)
     assert service.get("/healthz").status_code == 200
     for path in ("/readyz", "/health", "/info"):
@@ -283,7 +283,7 @@ def test_a_model_that_cannot_be_loaded_fails_the_app(serve: Serve) -> None:
     assert error_of(service.get("/healthz")) == (503, "device_failed", None)
 
 
-def test_a_full_server_refuses_before_anything_is_done(service: Service) -> None:
+def test_a_full_server_refuses_before_it_does_any_work(service: Service) -> None:
     batcher = service.engine.batcher
 
     async def fill() -> Ticket:
@@ -315,7 +315,7 @@ def test_an_image_does_not_fit_until_others_are_taken(serve: Serve, settings: Se
     assert service.metric("queue_limit_tokens") == 6
 
 
-def test_callers_who_announce_much_and_send_nothing_take_no_room(serve: Serve, settings: Settings) -> None:
+def test_announced_bytes_that_are_not_sent_take_no_room(serve: Serve, settings: Settings) -> None:
     service = serve(only(settings, max_inflight_bytes=2**26))
     over = asyncio.Event()
 
@@ -343,7 +343,7 @@ def test_callers_who_announce_much_and_send_nothing_take_no_room(serve: Serve, s
 
 
 @pytest.mark.parametrize("num_images", [1, 3])
-def test_a_failed_request_leaves_no_image_behind(num_images: int, service: Service) -> None:
+def test_failed_request_keeps_no_image_in_memory(num_images: int, service: Service) -> None:
     """Without a collection of garbage: until then its bytes would be in memory and not in the budget."""
     broken = encode_image()[:-40]
 
@@ -469,7 +469,7 @@ def test_metrics_count_requests_images_and_batches(service: Service) -> None:
     assert not any("/healthz" in key for key in samples)
 
 
-def test_openmetrics_where_it_is_asked_for(service: Service) -> None:
+def test_accept_header_selects_openmetrics(service: Service) -> None:
     response = service.get("/metrics", headers={"accept": "application/openmetrics-text; version=1.0.0"})
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     assert response.text.endswith("# EOF\n")
@@ -645,7 +645,7 @@ def test_a_lost_replica_is_reported_and_the_others_finish(serve: Serve, gate: th
     assert service.metric("device_up", device="fake:1") == 0
 
 
-def test_a_request_with_a_share_on_a_lost_replica_fails_whole(serve: Serve, settings: Settings) -> None:
+def test_request_with_one_image_on_a_lost_replica_fails(serve: Serve, settings: Settings) -> None:
     lost = threading.Event()
 
     def hold(items: Sequence[EncodeItem]) -> None:
@@ -686,7 +686,7 @@ def test_vllm_gets_the_encoders_own_bfloat16_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("form", ["safetensors", "npy", "vllm"])
-def test_every_form_answers_several_images_or_says_why_not(form: str, service: Service) -> None:
+def test_every_format_answers_several_images_or_refuses_them(form: str, service: Service) -> None:
     response = service.embed_form(encode_image(), encode_image(64, 64), query=f"?format={form}&pooling=none")
     if form == "npy":
         assert error_of(response) == (400, "option_conflict", "format")

@@ -109,7 +109,7 @@ def failed_code(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
 
 
-def test_for_a_delay_it_is_unready_and_serves_on(start: Start) -> None:
+def test_during_the_shutdown_delay_it_is_unready_and_serves_on(start: Start) -> None:
     server = start(shutdown_delay_s=0.8)
     assert "connection" not in server.embed().headers
     server.stop()
@@ -123,7 +123,7 @@ def test_for_a_delay_it_is_unready_and_serves_on(start: Start) -> None:
     assert server.engine.state.name == "DRAINING"
 
 
-def test_after_the_delay_newcomers_are_refused_and_the_admitted_finish(
+def test_after_the_delay_new_requests_are_refused_and_accepted_ones_finish(
     start: Start, gate: threading.Event
 ) -> None:
     server = start(holding(gate), shutdown_delay_s=0.3)
@@ -143,7 +143,7 @@ def test_after_the_delay_newcomers_are_refused_and_the_admitted_finish(
     assert server.has_ended()
 
 
-def test_without_a_delay_newcomers_are_refused_at_once(start: Start, gate: threading.Event) -> None:
+def test_without_a_delay_new_requests_are_refused_at_once(start: Start, gate: threading.Event) -> None:
     server = start(holding(gate))
     first = server.embed_later()
     eventually(lambda: server.engine.num_admitted == 1)
@@ -155,7 +155,7 @@ def test_without_a_delay_newcomers_are_refused_at_once(start: Start, gate: threa
     assert server.has_ended()
 
 
-def test_while_it_loads_there_is_no_delay(start: Start, gate: threading.Event) -> None:
+def test_a_loading_server_stops_without_delay(start: Start, gate: threading.Event) -> None:
     server = start(load=gate.wait, wait=False, shutdown_delay_s=15)
     assert server.client.get("/healthz").status_code == 200
     assert failed_code(server.client.get("/readyz")) == (503, "not_ready")
@@ -164,14 +164,14 @@ def test_while_it_loads_there_is_no_delay(start: Start, gate: threading.Event) -
     assert server.engine.state is State.DRAINING
 
 
-def test_a_watch_that_fails_ends_the_server(settings: Settings) -> None:
+def test_failure_of_the_device_watch_ends_the_server(settings: Settings) -> None:
     server = Running(settings.model_copy(update={"device_timeout_s": "none"}), FakeEncoder())
     assert server.has_ended()
     assert server.engine.state is State.FAILED
     server.close()
 
 
-def test_a_stuck_device_is_told_to_callers_and_probes_and_ends_the_server(
+def test_a_stuck_device_fails_callers_and_probes_and_ends_the_server(
     start: Start, gate: threading.Event
 ) -> None:
     server = start(holding(gate), device_timeout_s=0.4)
@@ -190,7 +190,7 @@ def test_a_stuck_device_is_told_to_callers_and_probes_and_ends_the_server(
     gate.set()
 
 
-def test_a_server_that_fails_closes_connections_from_its_next_answer_on(start: Start) -> None:
+def test_a_failed_server_closes_connections_after_the_next_answer(start: Start) -> None:
     server = start()
     upload = SlowUpload(server.url)
     eventually(lambda: server.engine.num_admitted == 1)
@@ -202,7 +202,7 @@ def test_a_server_that_fails_closes_connections_from_its_next_answer_on(start: S
     assert upload.status() == 503
 
 
-def test_with_one_stuck_device_the_others_finish_what_they_have(start: Start, gate: threading.Event) -> None:
+def test_with_one_stuck_device_the_others_finish_their_work(start: Start, gate: threading.Event) -> None:
     other_gate = threading.Event()
     server = start(holding(gate), holding(other_gate), device_timeout_s=0.5)
     answers = [server.embed_later() for _ in range(2)]
@@ -275,7 +275,7 @@ def test_a_process_with_a_stuck_device_exits_with_1(start_process: StartProcess)
     assert process.wait(20) == 1
 
 
-def test_the_grace_cuts_an_answer_that_no_one_reads(start_process: StartProcess) -> None:
+def test_unread_answer_is_cut_off_after_the_grace(start_process: StartProcess) -> None:
     process, url = start_process("wide")
     reader = SlowReader(url)
     reader.wait_for_the_first_bytes()
@@ -286,7 +286,7 @@ def test_the_grace_cuts_an_answer_that_no_one_reads(start_process: StartProcess)
     reader.leave()
 
 
-def test_the_grace_ends_with_an_answer(start_process: StartProcess) -> None:
+def test_unfinished_request_is_answered_after_the_grace(start_process: StartProcess) -> None:
     process, url = start_process("wide")
     upload = SlowUpload(url)
     eventually(lambda: "vision_sidecar_requests_in_flight 2.0" in httpx.get(f"{url}/metrics").text)

@@ -62,7 +62,7 @@ def run(check: Callable[[Channel, list[bool]], Coroutine[Any, Any, None]]) -> No
     ("message", "has_left"),
     [(DISCONNECT, True), (REST, False), (OSError("reset"), True), (RuntimeError("receive is over"), True)],
 )
-def test_a_caller_has_left_who_says_so_or_of_whom_nothing_can_be_received(
+def test_disconnect_or_failed_receive_means_the_caller_left(
     message: Message | Exception, has_left: bool
 ) -> None:
     async def check(channel: Channel, left: list[bool]) -> None:
@@ -76,7 +76,7 @@ def test_a_caller_has_left_who_says_so_or_of_whom_nothing_can_be_received(
     run(check)
 
 
-def test_a_caller_who_had_left_before_is_noticed() -> None:
+def test_caller_that_left_earlier_is_noticed() -> None:
     async def check(channel: Channel, left: list[bool]) -> None:
         channel.put(DISCONNECT)
         with watch_caller(channel.receive, lambda: left.append(True)):
@@ -86,7 +86,7 @@ def test_a_caller_who_had_left_before_is_noticed() -> None:
     run(check)
 
 
-def test_one_task_waits_however_long_it_takes() -> None:
+def test_a_single_task_waits_for_the_whole_block() -> None:
     async def check(channel: Channel, left: list[bool]) -> None:
         with watch_caller(channel.receive, lambda: left.append(True)):
             for _ in range(5):
@@ -97,7 +97,7 @@ def test_one_task_waits_however_long_it_takes() -> None:
 
 
 @pytest.mark.parametrize("error", [None, ValueError("odd"), asyncio.CancelledError()])
-def test_nobody_is_watched_once_the_block_has_ended(error: BaseException | None) -> None:
+def test_watching_ends_with_the_block(error: BaseException | None) -> None:
     async def check(channel: Channel, left: list[bool]) -> None:
         with (
             suppress(ValueError, asyncio.CancelledError),

@@ -129,20 +129,20 @@ def test_an_unexpected_error_can_be_read_by_the_origin(serve: Serve, settings: S
     assert response.headers["access-control-allow-origin"] == ORIGIN
 
 
-def test_other_origins_get_no_leave(shared: Service) -> None:
+def test_foreign_origins_get_no_permission(shared: Service) -> None:
     response = shared.embed(encode_image(), origin="https://evil.example", authorization="Bearer sk-1")
     assert "access-control-allow-origin" not in response.headers
     assert has_fixed_headers(response)
 
 
-def test_every_origin_where_the_settings_say_so(serve: Serve, settings: Settings) -> None:
+def test_star_allows_every_origin(serve: Serve, settings: Settings) -> None:
     service = serve(only(settings, cors_allow_origins="*"))
     response = service.embed(encode_image(), origin="https://any.example")
     assert response.headers["access-control-allow-origin"] == "*"
     assert preflight(service, "null").headers["access-control-allow-origin"] == "*"
 
 
-def test_without_origins_there_are_no_such_headers(service: Service) -> None:
+def test_without_allowed_origins_there_are_no_cors_headers(service: Service) -> None:
     response = service.embed(encode_image(), origin=ORIGIN)
     assert not [name for name in response.headers if name.startswith("access-control")]
     assert response.headers["vary"] == "Accept"

@@ -60,11 +60,11 @@ def test_other_paths_are_not_checked(path: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["websocket", "lifespan"])
-def test_what_is_no_request_is_not_checked(kind: str) -> None:
+def test_other_scopes_than_requests_are_not_checked(kind: str) -> None:
     assert Calls().run(type=kind, path="/embed") == ["app"]
 
 
-def test_the_app_does_not_run_for_what_is_refused() -> None:
+def test_the_app_does_not_run_for_a_refused_request() -> None:
     calls = Calls(TooManyRequests("full", code="queue_full", retry_after_s=1))
     with pytest.raises(TooManyRequests):
         calls.run(path="/embed")
@@ -104,7 +104,7 @@ def post_unread(service: Service, path: str, **headers: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_refusal_is_an_answer_like_others_and_counted_under_its_route(
+def test_a_refusal_has_the_common_headers_and_is_counted_under_its_route(
     path: str, fill: Callable[..., Service]
 ) -> None:
     full = fill()
@@ -122,7 +122,7 @@ def test_a_refusal_is_an_answer_like_others_and_counted_under_its_route(
     assert full.encoder.batches == []
 
 
-def test_other_routes_of_a_full_server_answer(fill: Callable[..., Service]) -> None:
+def test_a_full_server_still_answers_on_other_routes(fill: Callable[..., Service]) -> None:
     full = fill()
     for path in ("/readyz", "/healthz", "/info", "/v1/models", "/metrics"):
         assert full.get(path).status_code == 200, path

@@ -77,7 +77,7 @@ def lingering(fake: FakeTransport) -> LingeringTransport:
     return transport
 
 
-def test_however_often_a_watch_is_started_it_looks_once_at_a_time(fake: FakeTransport) -> None:
+def test_restarted_watch_keeps_a_single_timer(fake: FakeTransport) -> None:
     async def talk() -> None:
         watch = UnreadWatch(fake, TIMEOUT_S)
         fake.num_waiting = 10
@@ -97,7 +97,7 @@ def test_however_often_a_watch_is_started_it_looks_once_at_a_time(fake: FakeTran
     run(talk)
 
 
-def test_time_begins_anew_when_a_watch_is_started_again(fake: FakeTransport) -> None:
+def test_restarting_a_watch_restarts_its_time_limit(fake: FakeTransport) -> None:
     async def talk() -> None:
         watch = UnreadWatch(fake, TIMEOUT_S)
         fake.num_waiting = 10
@@ -112,7 +112,7 @@ def test_time_begins_anew_when_a_watch_is_started_again(fake: FakeTransport) -> 
     run(talk)
 
 
-def test_nothing_is_written_behind_the_last_answer(fake: FakeTransport) -> None:
+def test_nothing_is_written_after_close(fake: FakeTransport) -> None:
     async def talk() -> None:
         transport = lingering(fake)
         assert transport.is_closing()
@@ -125,7 +125,7 @@ def test_nothing_is_written_behind_the_last_answer(fake: FakeTransport) -> None:
     run(talk)
 
 
-def test_a_connection_that_is_lost_meanwhile_is_not_closed_later(fake: FakeTransport) -> None:
+def test_connection_lost_while_lingering_is_not_closed_later(fake: FakeTransport) -> None:
     async def talk() -> None:
         lingering(fake)
         assert isinstance(fake.protocol, asyncio.Protocol)

@@ -115,7 +115,7 @@ def test_body_that_stalls_times_out() -> None:
 
 @pytest.mark.parametrize("error", [LeftError(), TimeoutError("not ours"), asyncio.CancelledError()])
 @pytest.mark.parametrize("content_type", ["image/jpeg", "application/json", MULTIPART])
-def test_what_the_stream_raises_passes_through(content_type: str, error: BaseException) -> None:
+def test_errors_of_the_stream_pass_through(content_type: str, error: BaseException) -> None:
     async def failing() -> AsyncIterator[bytes]:
         yield b"--"
         raise error
@@ -187,7 +187,7 @@ def test_no_body_raises_anything_but_an_api_error(content_type: str, chunks: lis
         assert all(body.images)
 
 
-def test_a_large_chunk_of_a_body_lets_others_have_the_event_loop() -> None:
+def test_large_chunk_does_not_block_the_event_loop() -> None:
     body = multipart(image_part(b"\r\n--xYz-" * 100)) + bytes(200_000)
     turns = 0
 

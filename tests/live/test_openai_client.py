@@ -67,7 +67,7 @@ def test_lists_come_back_in_order(items: Any, client: OpenAI, server_url: str) -
         np.testing.assert_allclose(entry.embedding, from_embed(server_url, image), atol=1e-5)
 
 
-def test_text_is_a_bad_request_that_says_so(client: OpenAI) -> None:
+def test_text_is_refused_with_a_clear_message(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.embeddings.create(model="demo", input=["A cat on a mat."])
     error = caught.value
