@@ -344,7 +344,7 @@ def test_announced_bytes_that_are_not_sent_take_no_room(serve: Serve, settings: 
 
 @pytest.mark.parametrize("num_images", [1, 3])
 def test_failed_request_keeps_no_image_in_memory(num_images: int, service: Service) -> None:
-    """Without a collection of garbage: until then its bytes would be in memory and not in the budget."""
+    """No garbage collection may be needed: until then its bytes would be in memory but not in the budget."""
     broken = encode_image()[:-40]
 
     def left_behind() -> int:
@@ -573,7 +573,7 @@ def test_demo_uses_the_pixel_limits_of_the_settings(demo: Service) -> None:
 
 
 def hits_and_misses(service: Service, device: str) -> int:
-    """Images that ran on a device."""
+    """The number of images that ran on a device."""
     misses = (
         service.metric("encoder_cudagraph_misses_total", device=device, reason=reason)
         for reason in MISS_REASONS
@@ -628,7 +628,7 @@ def test_a_lost_replica_is_reported_and_the_others_finish(serve: Serve, gate: th
     service = serve(encoders=[FakeEncoder(hold), FakeEncoder(lose)])
 
     async def requests() -> list[httpx.Response]:
-        """One after another until the second device has got one; the first finishes none before."""
+        """Holds images on the first device until the second device has one."""
         sent: list[asyncio.Task[httpx.Response]] = []
         while not any(task.done() for task in sent):
             sent.append(asyncio.create_task(post(service, encode_image())))
@@ -649,7 +649,7 @@ def test_request_with_one_image_on_a_lost_replica_fails(serve: Serve, settings: 
     lost = threading.Event()
 
     def hold(items: Sequence[EncodeItem]) -> None:
-        assert lost.wait(10)  # so that it cannot take all images, however late the other one comes
+        assert lost.wait(10)  # so that it cannot take all images, even if the other device is late
 
     def lose(items: Sequence[EncodeItem]) -> None:
         lost.set()

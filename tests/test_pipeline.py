@@ -40,7 +40,7 @@ LEFT: Message = {"type": "http.disconnect"}
 
 
 class RecordingPreprocessor(Preprocessor):
-    """Says in which threads images were checked and decoded."""
+    """Records the threads in which images were checked and decoded."""
 
     def __init__(self) -> None:
         super().__init__(CONFIG)
@@ -57,7 +57,7 @@ class RecordingPreprocessor(Preprocessor):
 
 
 class Source:
-    """Where the pipeline gets embeddings from: a queue, and a device that encodes at once."""
+    """The surroundings of a pipeline: a queue, and a device that encodes at once."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Source:
         self.limits = QueueLimits(max_batch_tokens=100_000, max_queue_tokens=100_000)
         self.budget = ByteBudget(2**29)
         self.memory = DecodingMemory(2**29)
-        self.fetcher: Fetcher | None = None  # in place of the one that the settings ask for
+        self.fetcher: Fetcher | None = None  # None: the one that the settings ask for
 
     @contextmanager
     def serving(self) -> Iterator[Batcher]:
@@ -84,7 +84,7 @@ class Source:
         finally:
             batcher.close()
             replica.close()
-            # However the request ended.
+            # However the request ended, nothing is held any more.
             assert (batcher.waiting_images, batcher.waiting_tokens, batcher.reserved_tokens) == (0, 0, 0)
             assert self.budget.held_bytes == held_bytes
 
@@ -106,7 +106,7 @@ class Source:
 
 
 class Exchange:
-    """One request as the pipeline sees it, and what became of it."""
+    """One request as the pipeline sees it, and its outcome."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class Exchange:
             ],
         }
         self.context.attach(self.scope)
-        self.over = threading.Event()  # answered, or refused
+        self.over = threading.Event()  # once it is answered or refused
 
     async def receive(self) -> Message:
         if not self.unread:
@@ -138,7 +138,7 @@ class Exchange:
     def run(
         self, source: Source, settings: Settings, executor: ThreadPoolExecutor | None = None
     ) -> dict[str, Any]:
-        """`executor`: its threads end with the request, unless it is given."""
+        """Answers the request. Decodes on `executor`, by default on threads that end with the request."""
 
         async def embed() -> Answer:
             try:
@@ -212,7 +212,7 @@ def test_urls_are_refused_if_no_domain_is_allowed(settings: Settings) -> None:
 
 
 class RecordingFetcher(Fetcher):
-    """Answers every URL with one image, and records what it was asked for."""
+    """Answers every URL with an image, and records its calls."""
 
     def __init__(self) -> None:
         self.asked_for: list[Sequence[bytes | ImageUrl]] = []
@@ -250,7 +250,7 @@ def test_only_requests_with_urls_reach_the_fetcher(settings: Settings) -> None:
 def test_images_are_decoded_off_the_event_loop(
     num_images: int, side: int, format: str, checked_in: str, settings: Settings
 ) -> None:
-    """Only the header of a single small file is read in less time than a hop takes."""
+    """Only the header of a single small file is read faster than a hop to a thread takes."""
     preprocessor = RecordingPreprocessor()
     images = [encode_image(side, side, format=format)] * num_images
     json_exchange(*images).run(Source(preprocessor), settings)
@@ -259,7 +259,7 @@ def test_images_are_decoded_off_the_event_loop(
 
 
 class Watched(torch.Tensor):
-    """A tensor that says in which threads it was written out."""
+    """A tensor that records the threads in which it is serialized."""
 
     threads: list[str]
 
@@ -269,7 +269,7 @@ class Watched(torch.Tensor):
 
 
 class WatchedSource(Source):
-    """Answers an embedding of a size, which is watched."""
+    """Answers a watched embedding of `size` numbers."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -294,7 +294,7 @@ def test_large_answers_are_serialized_off_the_event_loop(size: int, thread: str,
 
 
 class Ticking(RecordingPreprocessor):
-    """Waits in every step for the event loop to have done something else meanwhile."""
+    """Waits in every step until the event loop has run something else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -452,7 +452,7 @@ def test_accept_may_come_in_several_lines(settings: Settings) -> None:
 
 @contextmanager
 def busy_executor(gate: threading.Event) -> Iterator[ThreadPoolExecutor]:
-    """Decodes nothing before the gate opens, at the latest at the end."""
+    """An executor that decodes nothing before the gate is set or the block ends."""
     with ThreadPoolExecutor(1, thread_name_prefix="decode") as executor:
         executor.submit(gate.wait)
         try:
@@ -496,7 +496,7 @@ def test_caller_that_leaves_during_the_body_ends_the_request(settings: Settings)
 
 
 class LeavingExchange(Exchange):
-    """A request whose caller leaves when the test says so, from any thread."""
+    """A request whose caller leaves when the test calls `leave`, from any thread."""
 
     def __init__(self, body: bytes) -> None:
         super().__init__(body)
@@ -515,7 +515,7 @@ class LeavingExchange(Exchange):
 
 def test_answer_to_a_caller_that_left_is_not_serialized(settings: Settings) -> None:
     def leave(items: Sequence[EncodeItem]) -> None:
-        """While the device works."""
+        """Leaves while the device works."""
         exchange.leave()
         assert exchange.over.wait(10)
 
@@ -546,7 +546,7 @@ def test_deadline_ends_a_request_that_waits_for_the_device(settings: Settings) -
 
 
 class OutOfTime(Preprocessor):
-    """Has a fault that looks like the end of a deadline."""
+    """Raises an error that looks like a deadline."""
 
     def num_tokens(self, height: int, width: int) -> int:
         raise TimeoutError("of something else")
@@ -587,7 +587,7 @@ def test_full_queue_refuses_a_request_that_does_not_fit(settings: Settings, gate
                     await until(lambda: len(source.submitted) == num_on_device)  # noqa: B023
                 started += [start()]
                 await until(lambda: batcher.waiting_tokens == 6)
-                started += [start()]  # has more tokens than there is room for
+                started += [start()]  # its tokens do not fit
                 await until(lambda: started[3].done())
             finally:
                 gate.set()
@@ -666,7 +666,7 @@ def test_bodies_are_parsed_while_all_decode_threads_are_busy(
 
 
 def test_request_past_its_deadline_releases_its_files(settings: Settings, gate: threading.Event) -> None:
-    """A decode thread that has not come to them yet holds the request, and nothing of its images."""
+    """A decode thread that has not started on the request refers to it, but not to its images."""
     source = Source()
     held: list[Preparation] = []
 

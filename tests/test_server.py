@@ -1,4 +1,4 @@
-"""The life of a real server, from its first request to its end, with devices that the test holds up."""
+"""A real server from its first request to its end, with devices that the tests hold up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.waiting import eventually
 
 
 class Running:
-    """A server in a thread of its own, with a client that keeps its connections."""
+    """A server in its own thread, with a client that keeps connections open."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class Running:
         return self.client.post("/embed", content=encode_image(), headers={"content-type": "image/png"})
 
     def embed_later(self) -> Callable[[], httpx.Response]:
-        """Sends a request in another thread, and returns what gives its answer."""
+        """Sends a request in another thread. Returns a function that waits for its answer."""
         return self._threads.submit(self.embed).result
 
     def stop(self) -> None:
-        """What the handler of a signal calls."""
+        """Stops the server as the first signal would."""
         self._server.handle_exit(15, None)
 
     def has_ended(self, timeout_s: float = 10) -> bool:
@@ -175,9 +175,9 @@ def test_a_stuck_device_fails_callers_and_probes_and_ends_the_server(
     start: Start, gate: threading.Event
 ) -> None:
     server = start(holding(gate), device_timeout_s=0.4)
-    upload = SlowUpload(server.url)  # keeps the server from ending before the probes were asked
+    upload = SlowUpload(server.url)  # keeps the server alive until the probes were asked
     eventually(lambda: server.engine.num_admitted == 1)
-    waiting = [server.embed_later() for _ in range(5)]  # on the device, and behind it
+    waiting = [server.embed_later() for _ in range(5)]  # on the device and in the queue
     for answer in waiting:
         assert failed_code(answer()) == (503, "device_failed")
     for path in ("/healthz", "/readyz"):
@@ -208,7 +208,7 @@ def test_with_one_stuck_device_the_others_finish_their_work(start: Start, gate: 
     answers = [server.embed_later() for _ in range(2)]
     eventually(lambda: server.engine.num_admitted == 2)
     time.sleep(0.2)
-    other_gate.set()  # this one gets on
+    other_gate.set()  # this device goes on
     statuses = sorted(answer().status_code for answer in answers)
     assert statuses in ([200, 503], [503, 503])  # the first may have taken both
     assert server.has_ended()
@@ -227,7 +227,7 @@ from service.app import create_app
 from service.config.settings import Settings
 from tests.support.app import FakeEncoder, FakeRunning, fake_replicas
 
-class Wide(FakeEncoder):  # so many numbers that the answer fills every buffer on the way
+class Wide(FakeEncoder):  # its answers fill all buffers on the way to the client
     def launch(self, items):
         result = super().launch(items).wait()
         result = replace(result, embeddings=tuple(torch.zeros(2**20) for _ in items))
@@ -245,7 +245,7 @@ server.run(settings.model_copy(update={"shutdown_grace_s": 0.3}), listener)
 
 @pytest.fixture
 def start_process() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], str]]]:
-    """Starts a process with the encoder of that name, and returns it with its address, ready."""
+    """Starts a process with an encoder of `_PROCESS`. Returns it with its URL once it is ready."""
     running: list[subprocess.Popen[str]] = []
 
     def start(encoder: str) -> tuple[subprocess.Popen[str], str]:

@@ -1,4 +1,4 @@
-"""Whether a caller who leaves is noticed, with a channel that the test feeds."""
+"""A caller that leaves is noticed. The tests feed the receive channel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REST: Message = {"type": "http.request", "body": b"", "more_body": False}
 
 
 class Channel:
-    """What the server has to say, and how often it was asked."""
+    """A receive channel that counts its calls."""
 
     def __init__(self) -> None:
         self._messages: asyncio.Queue[Message | Exception] = asyncio.Queue()
@@ -40,13 +40,13 @@ class Channel:
 
 
 async def turns() -> None:
-    """Lets all that can run do so."""
+    """Lets all tasks run that can."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 def run(check: Callable[[Channel, list[bool]], Coroutine[Any, Any, None]]) -> None:
-    """Runs the check. Nothing may have gone wrong in a callback, of which asyncio only tells."""
+    """Runs the check. Fails if a callback raised, which asyncio only reports to its handler."""
     told: list[dict[str, Any]] = []
 
     async def checked() -> None:

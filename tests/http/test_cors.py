@@ -1,4 +1,4 @@
-"""What pages of other origins may do, through the whole app."""
+"""Cross-origin requests, through the whole app."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Serve = Callable[..., Service]
 
 @pytest.fixture
 def shared(serve: Serve, settings: Settings) -> Service:
-    """The app, which one origin may call with a key."""
+    """The app with one allowed origin and an API key."""
     return serve(only(settings, cors_allow_origins=[ORIGIN], api_keys="sk-1"))
 
 

@@ -1,4 +1,4 @@
-"""What is refused before anything is done for it: the middleware alone, and where it stands in the app."""
+"""Early refusals: the middleware alone, and its place in the app."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Serve = Callable[..., Service]
 
 
 class Calls:
-    """What ran, in order."""
+    """The names of the steps that ran, in order."""
 
     def __init__(self, refusal: Exception | None = None) -> None:
         self.order: list[str] = []
@@ -73,7 +73,7 @@ def test_the_app_does_not_run_for_a_refused_request() -> None:
 
 @pytest.fixture
 def fill(serve: Serve, settings: Settings) -> Iterator[Callable[..., Service]]:
-    """The app with its queue full, until the test ends."""
+    """Starts apps whose queue is full until the test ends."""
     filled: list[tuple[Service, Ticket]] = []
 
     def start(**changes: object) -> Service:
@@ -94,7 +94,7 @@ def fill(serve: Serve, settings: Settings) -> Iterator[Callable[..., Service]]:
 
 
 def post_unread(service: Service, path: str, **headers: str) -> httpx.Response:
-    """Posts a body that fails the test when it is read."""
+    """Posts a body that fails the test if it is read."""
 
     async def body() -> AsyncIterator[bytes]:
         raise AssertionError("read")

@@ -1,4 +1,4 @@
-"""Connections of a real server, most of them by clients that no library would be."""
+"""Connections to a real server. Most clients send bytes that no HTTP library would send."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BIG = 24 * 2**20  # bytes, more than kernels buffer
 
 
 class App:
-    """Reads the body of /read and answers how much it was; answers 413 to all else without reading."""
+    """Reads the body of /read and answers its size. Answers 413 to unknown paths, without reading."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
@@ -69,7 +69,7 @@ class App:
         elif path == "/big":
             await Response(bytes(BIG))(scope, receive, send)
         elif path == "/small":
-            await Response(bytes(60_000))(scope, receive, send)  # too little for a pause
+            await Response(bytes(60_000))(scope, receive, send)  # too few bytes to pause the writing
         elif path == "/pieces":
             length = [(b"content-length", b"%d" % BIG)]
             await send({"type": "http.response.start", "status": 200, "headers": length})
@@ -100,7 +100,7 @@ class Answer:
 
 
 class Connection:
-    """A client that sends the bytes it is told to."""
+    """A client that sends arbitrary bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -125,11 +125,11 @@ class Connection:
         self._writer.transport.pause_reading()  # type: ignore[attr-defined]
 
     async def is_closed(self) -> bool:
-        """Waits for the end; False if the server sends more instead."""
+        """Waits until the server closes. Returns False if it sends more instead."""
         return not await asyncio.wait_for(self._reader.read(1), 10)
 
     async def flood(self) -> int:
-        """Sends bytes until the server has had enough; says how many."""
+        """Sends bytes until the server closes the connection, and returns their number."""
         num_bytes = 0
         try:
             async with asyncio.timeout(10):
@@ -171,10 +171,10 @@ class Server:
         return self.clients[-1]
 
     async def connect_slow_reader(self) -> Connection:
-        """One that takes few bytes before they are read."""
+        """Connects a client with a small receive buffer."""
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", self.port))  # the listener's backlog is enough
+        client.connect(("127.0.0.1", self.port))  # does not block: the listener's backlog has room
         self.clients.append(Connection(*await asyncio.open_connection(sock=client)))
         return self.clients[-1]
 
@@ -231,7 +231,7 @@ def run(
 
 
 def ends_with(data: bytes, status: int, code: str) -> None:
-    """A connection on which `data` is sent gets that refusal and is closed."""
+    """Sends `data` on a connection, and checks that it is refused so and closed."""
 
     async def talk(server: Server) -> None:
         connection = await server.connect()
@@ -360,7 +360,7 @@ def test_a_connection_without_a_request_is_closed_without_an_answer(sent: bytes)
 def test_an_answer_before_the_body_was_read_is_the_last_one(
     framing: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "LINGER_S", 60.0)  # the end is announced at once
+    monkeypatch.setattr(transport, "LINGER_S", 60.0)  # the writing side must be closed at once
 
     async def talk(server: Server) -> None:
         connection = await server.connect()
@@ -384,7 +384,7 @@ def test_connection_stays_open_if_the_body_had_arrived() -> None:
 
 @pytest.mark.parametrize(("path", "status"), [(b"/read", 100), (b"/", 413)])
 def test_100_continue_is_sent_only_if_the_body_is_read(path: bytes, status: int) -> None:
-    """A client that expects 100 sends its body only then, and not where the answer is a refusal."""
+    """A client that expects 100 sends its body only after it, and not after a refusal."""
 
     async def talk(server: Server) -> None:
         connection = await server.connect()
@@ -407,7 +407,7 @@ def test_bytes_after_an_early_answer_are_read_for_a_limited_time(monkeypatch: py
         connection = await server.connect()
         await connection.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
         num_bytes = await connection.flood()
-        assert LINGER_BYTES / 2 < num_bytes < LINGER_BYTES + 2**25  # and what fits into the kernel's buffers
+        assert LINGER_BYTES / 2 < num_bytes < LINGER_BYTES + 2**25  # plus the kernel's buffers
         await server.wait_until_unconnected()
 
     run(talk)
@@ -645,7 +645,7 @@ def test_slowly_read_answer_arrives(path: bytes) -> None:
         await connection.send(GET.replace(b"/", path, 1) + b"\r\n")
         await connection.head()
         for _ in range(10):
-            await connection.read(2**17)  # far less than the kernel asks for at a time
+            await connection.read(2**17)  # far less than the kernel requests at a time
             await asyncio.sleep(0.2)
         await connection.read(BIG - 10 * 2**17)
         assert await connection.is_open()
@@ -715,7 +715,7 @@ def test_upgrade_request_is_answered_over_http_1(caplog: pytest.LogCaptureFixtur
 
 
 UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nUpGrade: h2c\r\n"
-BODY = b"a\r\nupgrade: x\r\n\r\n"  # looks like the header, and must not be touched
+BODY = b"a\r\nupgrade: x\r\n\r\n"  # looks like the header, but must not be changed
 
 
 @pytest.mark.parametrize(

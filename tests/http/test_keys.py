@@ -19,7 +19,7 @@ Serve = Callable[..., Service]
 
 @pytest.fixture
 def locked(serve: Serve, settings: Settings) -> Service:
-    """The app, which needs a key."""
+    """The app with API keys."""
     return serve(only(settings, **KEYS))
 
 

@@ -122,7 +122,7 @@ def test_the_scope_gets_one_object_and_no_cycle() -> None:
 @pytest.mark.usefixtures("no_collection")
 def test_a_request_is_freed_without_garbage_collection() -> None:
     class Body:
-        """Part of a request."""
+        """An object that the scope refers to."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         scope["body"] = bodies.pop()

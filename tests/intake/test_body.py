@@ -181,7 +181,7 @@ def test_no_body_raises_anything_but_an_api_error(content_type: str, chunks: lis
     try:
         body = read(content_type, *chunks)
     except ApiError as error:
-        str(error.body()).encode()  # fails where the error could not be sent
+        str(error.body()).encode()  # fails if the error cannot be sent
     else:
         assert body.images
         assert all(body.images)

@@ -1,4 +1,4 @@
-"""The official client, unchanged, against a server."""
+"""The official client, unchanged, against a running server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def from_embed(server_url: str, image: bytes) -> list[float]:
 
 
 def equal(one: list[float], other: list[float]) -> bool:
-    """To the bit, in float32."""
+    """The vectors are equal to the bit, in float32."""
     return np.array_equal(np.array(one, np.float32), np.array(other, np.float32))
 
 

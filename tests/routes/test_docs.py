@@ -1,4 +1,4 @@
-"""`/docs` and `/openapi.json`: the page, its assets, and the description, held against the app."""
+"""`/docs` and `/openapi.json`: the page, its assets and the description."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_docs_come_with_their_own_assets(service: Service) -> None:
 
 
 def behind_prefix(app: ASGIApp, prefix: str) -> ASGIApp:
-    """A proxy that serves `app` under a prefix and strips it, and has nothing elsewhere."""
+    """A proxy that serves `app` under a prefix, which it strips. Other paths are 404."""
 
     async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
         if not scope["path"].startswith(f"{prefix}/"):

@@ -1,4 +1,4 @@
-"""Bodies of `POST /embed` for tests, and a way to read them."""
+"""Bodies of `POST /embed`, and a function that reads them."""
 
 from __future__ import annotations
 
