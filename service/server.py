@@ -40,8 +40,8 @@ class Server(uvicorn.Server):
     """uvicorn's server with our own shutdown: it serves on for a delay, then drains and answers 503."""
 
     def __init__(self, app: FastAPI, settings: Settings, *, logs_lifecycle: bool = True) -> None:
-        """`logs_lifecycle`: whether this process logs the stop; only one of several processes does."""
-        # uvicorn only calls the class, once for each connection, so a partial will do.
+        """`logs_lifecycle`: whether this process logs the stop; of several processes, one does."""
+        # A partial class is all that uvicorn needs: it calls it once for a connection.
         protocol = partial(
             Protocol,
             header_timeout_s=settings.body_timeout_s,
@@ -142,6 +142,6 @@ def trust_own_limits() -> None:
 
 
 def finish(engine: Engine) -> NoReturn:
-    """Exits at once: threads that load, decode or wait for a device would keep the process alive."""
+    """Ends the process, which a thread that still loads, decodes or waits for a device would keep alive."""
     logging.shutdown()
     os._exit(1 if engine.state is State.FAILED else 0)

@@ -109,7 +109,7 @@ def failed_code(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
 
 
-def test_during_the_shutdown_delay_it_is_unready_and_serves_on(start: Start) -> None:
+def test_for_a_delay_it_is_unready_and_serves_on(start: Start) -> None:
     server = start(shutdown_delay_s=0.8)
     assert "connection" not in server.embed().headers
     server.stop()
@@ -175,9 +175,9 @@ def test_a_stuck_device_fails_callers_and_probes_and_ends_the_server(
     start: Start, gate: threading.Event
 ) -> None:
     server = start(holding(gate), device_timeout_s=0.4)
-    upload = SlowUpload(server.url)  # keeps the server alive until the probes were asked
+    upload = SlowUpload(server.url)  # keeps the server from ending before the probes were asked
     eventually(lambda: server.engine.num_admitted == 1)
-    waiting = [server.embed_later() for _ in range(5)]  # on the device and in the queue
+    waiting = [server.embed_later() for _ in range(5)]  # on the device, and behind it
     for answer in waiting:
         assert failed_code(answer()) == (503, "device_failed")
     for path in ("/healthz", "/readyz"):

@@ -77,7 +77,7 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._unread = UnreadWatch(transport, self._unread_timeout_s)
         super().connection_made(LingeringTransport(transport, self, self._unread, self._is_in_request))
-        # uvicorn starts this timer only after a response, but a connection may never send a request at all.
+        # uvicorn starts this timer after an answer only; a connection may also never send a request.
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
@@ -211,7 +211,7 @@ class Protocol(HttpToolsProtocol):
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _is_in_request(self) -> bool:
-        """Whether the bytes read so far end in the middle of a request."""
+        """Whether the client is in the middle of a request, as far as it was read."""
         return not self._in_headers or self._num_header_bytes > 0 or self._refusal is not None
 
     @property

@@ -55,10 +55,8 @@ class RequestMiddleware:
             return
         is_probe = scope["path"] in self._probes
         context = RequestContext(_request_id(scope), scope["method"], is_logged=not is_probe)
-        if (
-            context.method == "HEAD"
-        ):  # handled as a GET without its body, so that no route needs to know of it
-            scope = {**scope, "method": "GET"}
+        if context.method == "HEAD":
+            scope = {**scope, "method": "GET"}  # no route needs to know HEAD: the body is dropped below
         context.attach(scope)
         send = _with_headers(context, send)
         if is_probe:

@@ -15,8 +15,8 @@ from typing import Any
 # After an early response the server reads on, for this long and this many bytes, before it closes.
 LINGER_S = 2.0
 LINGER_BYTES = 2**26
-# A client counts as reading if it took this many bytes of a response, or all that was left.
-MIN_READ_BYTES = 2**16
+# A client has taken something of an answer if it took this much, or all.
+MIN_TAKEN_BYTES = 2**16
 
 _NUM_CHECKS = 6  # of the bytes that are left, within the time limit of an `UnreadWatch`
 
@@ -56,7 +56,7 @@ class UnreadWatch:
         if not self._transport.get_write_buffer_size():
             return
         num_left = self._count_left()
-        if num_left <= self._num_left - MIN_READ_BYTES:
+        if num_left <= self._num_left - MIN_TAKEN_BYTES:
             self._note_progress(num_left)
         elif self._loop.time() >= self._read_at + self._timeout_s:
             self._transport.abort()
@@ -120,8 +120,8 @@ class LingeringTransport(asyncio.Transport):
 class _Lingering(asyncio.Protocol):
     """Takes over a connection after its last response, and drops the bytes that the client still sends.
 
-    Closing a socket with unread data resets the connection, and the client may lose the response. So only the
-    writing side is closed at first. The socket is closed when the client closes it, or after `LINGER_S`.
+    To close a socket with unread data resets the connection, and the client may lose the answer. So the end
+    is announced first, and the socket closed when the client closes it, or `LINGER_S` after the last byte.
     """
 
     def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> None:

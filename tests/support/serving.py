@@ -86,7 +86,7 @@ class Served:
         return Scrape(render(self._registry, None)[0].decode())
 
     def wait_until_in_flight(self, number: int) -> None:
-        """Waits until `number` requests are being answered."""
+        """So many requests are being answered, and have been read."""
         eventually(lambda: self.engine.num_admitted == number)
 
     def wait_until_queued(self, num_images: int) -> None:
