@@ -97,11 +97,12 @@ def create_app(
     )
     budget = ByteBudget(settings.max_inflight_bytes, shared.held_bytes)
     counters.watch_queue(engine.batcher, budget)
-    limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
-    memory = DecodingMemory.share(shared.num_servers, limits.max_decoding_bytes)
     decoders = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
     writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="write")
     fetcher = start_fetcher(settings)
+    limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
+    memory = DecodingMemory.share(shared.num_servers, limits.max_decoding_bytes)
+    pipeline = Pipeline(settings, engine, engine.batcher, budget, decoders, writers, fetcher, limits, memory)
     app = FastAPI(
         title="vision-sidecar",
         version=own_version,
@@ -116,6 +117,13 @@ def create_app(
     )
     app.state.engine = engine
     app.state.metrics = counters
+    _add_middleware(app, settings, engine, counters)
+    _add_routes(app, settings, engine, pipeline, shared)
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: Settings, engine: Engine, counters: Metrics) -> None:
+    """Adds what surrounds the routes, from the innermost to the outermost."""
     app.add_middleware(GuardMiddleware, paths=(embed.PATH, embeddings.PATH), check=engine.check_room)
     keys = [key.get_secret_value() for key in settings.accepted_keys]
     if keys:
@@ -127,15 +135,20 @@ def create_app(
         cors_origins=settings.cors_allow_origins,
     )
     app.add_exception_handler(HTTPException, raise_api_error)
-    app.router.route_class = RawRoute
-    pipeline = Pipeline(settings, engine, engine.batcher, budget, decoders, writers, fetcher, limits, memory)
-    embed.add_routes(app.router, engine, pipeline)
-    embeddings.add_routes(app.router, engine, pipeline)
-    probes.add_routes(app.router, engine)
-    info.add_routes(app.router, settings, engine, own_version, started_at=shared.started_at)
-    metrics.add_routes(app.router, shared.gather)
-    docs.add_routes(app.router, app, needs_key=bool(keys), open_paths=OPEN_PATHS)
-    return app
+
+
+def _add_routes(
+    app: FastAPI, settings: Settings, engine: Engine, pipeline: Pipeline, shared: SharedProcessState
+) -> None:
+    router = app.router
+    router.route_class = RawRoute
+    embed.add_routes(router, engine, pipeline)
+    embeddings.add_routes(router, engine, pipeline)
+    probes.add_routes(router, engine)
+    info.add_routes(router, settings, engine, app.version, started_at=shared.started_at)
+    metrics.add_routes(router, shared.gather)
+    # The last ones, as they describe the others.
+    docs.add_routes(router, app, needs_key=bool(settings.accepted_keys), open_paths=OPEN_PATHS)
 
 
 def _alone(registry: CollectorRegistry) -> SharedProcessState:
