@@ -123,7 +123,7 @@ def create_app(
 
 
 def _add_middleware(app: FastAPI, settings: Settings, engine: Engine, counters: Metrics) -> None:
-    """Adds what surrounds the routes, from the innermost to the outermost."""
+    """Adds the middleware, the innermost first."""
     app.add_middleware(GuardMiddleware, paths=(embed.PATH, embeddings.PATH), check=engine.check_room)
     keys = [key.get_secret_value() for key in settings.accepted_keys]
     if keys:

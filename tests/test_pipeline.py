@@ -118,7 +118,7 @@ class Exchange:
         then: Sequence[Message] = (),
     ) -> None:
         self.unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}, *then]
-        self.context = RequestContext("test")
+        self.context = RequestContext("test", "POST")
         self.scope: dict[str, Any] = {
             "type": "http",
             "method": "POST",

@@ -25,7 +25,7 @@ class RequestContext:
     """One request. Times are in seconds; `started_at` is by `time.perf_counter()`."""
 
     request_id: str
-    method: str = "POST"
+    method: str
     is_logged: bool = True
     started_at: float = field(default_factory=time.perf_counter)
     body_has_arrived: bool = False
