@@ -1,4 +1,4 @@
-"""The map of one request for embeddings, from its bytes to those of the answer.
+"""The map of one request for embeddings, from its head to the bytes of its answer.
 
     head checked ─► body read ─► URLs fetched ─► decoded ─► queued ─► encoded ─► serialized
 
@@ -43,7 +43,7 @@ from service.queue.ticket import Abandoned, Ticket
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-# Fewer numbers are serialized in about a millisecond, which is less than a hop to another thread may take.
+# Up to this many numbers are serialized in about a millisecond. A hop to another thread may take longer.
 _INLINE_NUMBERS = 32_768
 
 

@@ -2,8 +2,8 @@
 
     head checked ─► body read ─► options resolved
 
-Whatever the head makes invalid is refused before any of the body is read. Knows which head belongs to which
-route; knows nothing of pixels or of how URLs are fetched.
+A request with an invalid head is refused before its body is read. Knows the rules of each route; knows
+nothing of pixels or of how URLs are fetched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from service.intake.openai_body import ServedModel
 from service.intake.options import check_options, openai_options, read_query, resolve_options
 from service.intake.request_head import RequestHead
 
-Resolve = Callable[[Mapping[str, str | bool]], AnswerOptions]
+Resolve = Callable[[Mapping[str, str | bool]], AnswerOptions]  # from the options that a body holds
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Intake:
     num_bytes: int  # of the body, as the head says; 0 if it does not say
     _reader: BodyReader
     _limits: BodyLimits
-    _resolve: Resolve  # from the options in the body
+    _resolve: Resolve
 
     async def read(
         self, chunks: AsyncIterator[bytes], run_blocking: RunBlocking
@@ -54,7 +54,7 @@ def openai_intake(head: RequestHead, limits: BodyLimits, served: ServedModel) ->
 
 
 def _embed_options(head: RequestHead) -> Resolve:
-    """Resolves the options now if the body cannot hold more of them, else once it was read."""
+    """Resolves the options now if the body cannot hold any, else once the body was read."""
     query = read_query(head.query)
     if takes_options(head.content_type):
         check_options(query)
