@@ -1,6 +1,8 @@
-"""`create_app`: the parts put together, and the life of the app from start to end.
+"""`create_app` puts the rooms together; `_lifespan` starts and stops their threads and tasks.
 
-The port may be open before the model is loaded: starting only starts the replicas' threads.
+    RequestMiddleware ─► KeyMiddleware ─► GuardMiddleware ─► route: accepted by the engine ─► Pipeline
+
+Starting the app only starts the replicas' threads, so the port may be open before the model is loaded.
 """
 
 from __future__ import annotations
@@ -40,10 +42,10 @@ from service.routes.route import RawRoute
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = (*probes.PATHS, metrics.PATH, *docs.PATHS)  # need no API key
+OPEN_PATHS = (*probes.PATHS, metrics.PATH, *docs.PATHS)  # these need no API key
 COUNTED_ROUTES = (embed.PATH, embeddings.PATH, *info.PATHS, metrics.PATH, *docs.PATHS)
 
-_WRITER_THREADS = 2  # for large bodies and answers; more would only wait for the interpreter lock
+_NUM_WRITERS = 2  # threads for large bodies and answers; more would only wait for the interpreter lock
 
 _DESCRIPTION = """Image embeddings from the vision transformer of a Qwen3-VL checkpoint.
 
@@ -55,14 +57,14 @@ _DEMO = "\n**This server runs the demo model: its weights are random and its emb
 
 @dataclass(frozen=True)
 class SharedProcessState:
-    """What processes that serve together have in common: limits, their metrics, and when they started."""
+    """The state that several processes share if they serve as one."""
 
     reserved_tokens: Tally
     held_bytes: Tally
-    gather: Callable[[], Awaitable[Collects]]
+    gather: Callable[[], Awaitable[Collects]]  # the metrics of all processes
     started_at: int  # seconds since 1970
     num_servers: int
-    owns_devices: bool = True  # and watches them, as only their owner sees how they get on
+    owns_devices: bool = True  # only the owner of the devices sees their progress and watches them
 
 
 def create_app(
@@ -73,13 +75,11 @@ def create_app(
     start_fetcher: Callable[[Settings], Fetcher] = make_fetcher,
     shared: SharedProcessState | None = None,
 ) -> FastAPI:
-    """The app, with its engine as `app.state.engine` and its metrics as `app.state.metrics`.
+    """Creates the app, with its engine as `app.state.engine` and its metrics as `app.state.metrics`.
 
-    The metrics are on `registry`, by default one of its own.
-
-    `start_replicas` returns replicas that are loading; by default of the model that the settings name.
-    `start_fetcher` returns what fetches image URLs; the app closes it. `shared` is for one of several
-    processes that serve as one.
+    Metrics are registered with `registry`, by default a new one. `start_replicas` returns replicas that are
+    loading, by default of the model in the settings. `start_fetcher` returns the fetcher of image URLs, which
+    the app closes. `shared` is for one of several processes that serve as one.
     """
     if registry is None:
         registry = CollectorRegistry()
@@ -97,14 +97,16 @@ def create_app(
     )
     budget = ByteBudget(settings.max_inflight_bytes, shared.held_bytes)
     counters.watch_queue(engine.batcher, budget)
+    decoders = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
+    writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="write")
+    fetcher = start_fetcher(settings)
     limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
     memory = DecodingMemory.share(shared.num_servers, limits.max_decoding_bytes)
-    decoders = ThreadPoolExecutor(settings.decode_threads, thread_name_prefix="decode")
-    writers = ThreadPoolExecutor(_WRITER_THREADS, thread_name_prefix="write")
-    fetcher = start_fetcher(settings)
+    pipeline = Pipeline(settings, engine, engine.batcher, budget, decoders, writers, fetcher, limits, memory)
     app = FastAPI(
         title="vision-sidecar",
         version=own_version,
+        servers=[{"url": docs.SERVER, "description": "this server"}],
         description=_DESCRIPTION + (_DEMO if settings.is_demo else ""),
         openapi_url=None,
         docs_url=None,
@@ -115,6 +117,13 @@ def create_app(
     )
     app.state.engine = engine
     app.state.metrics = counters
+    _add_middleware(app, settings, engine, counters)
+    _add_routes(app, settings, engine, pipeline, shared)
+    return app
+
+
+def _add_middleware(app: FastAPI, settings: Settings, engine: Engine, counters: Metrics) -> None:
+    """Adds the middleware, the innermost first."""
     app.add_middleware(GuardMiddleware, paths=(embed.PATH, embeddings.PATH), check=engine.check_room)
     keys = [key.get_secret_value() for key in settings.accepted_keys]
     if keys:
@@ -126,15 +135,20 @@ def create_app(
         cors_origins=settings.cors_allow_origins,
     )
     app.add_exception_handler(HTTPException, raise_api_error)
-    app.router.route_class = RawRoute
-    pipeline = Pipeline(settings, engine, engine.batcher, budget, decoders, writers, fetcher, limits, memory)
-    embed.add_routes(app.router, engine, pipeline)
-    embeddings.add_routes(app.router, engine, pipeline)
-    probes.add_routes(app.router, engine)
-    info.add_routes(app.router, settings, engine, own_version, started_at=shared.started_at)
-    metrics.add_routes(app.router, shared.gather)
-    docs.add_routes(app.router, app, needs_key=bool(keys), open_paths=OPEN_PATHS)
-    return app
+
+
+def _add_routes(
+    app: FastAPI, settings: Settings, engine: Engine, pipeline: Pipeline, shared: SharedProcessState
+) -> None:
+    router = app.router
+    router.route_class = RawRoute
+    embed.add_routes(router, engine, pipeline)
+    embeddings.add_routes(router, engine, pipeline)
+    probes.add_routes(router, engine)
+    info.add_routes(router, settings, engine, app.version, started_at=shared.started_at)
+    metrics.add_routes(router, shared.gather)
+    # The last ones, as they describe the others.
+    docs.add_routes(router, app, needs_key=bool(settings.accepted_keys), open_paths=OPEN_PATHS)
 
 
 def _alone(registry: CollectorRegistry) -> SharedProcessState:
@@ -169,5 +183,5 @@ async def _lifespan(
 
 
 def _operation_id(route: APIRoute) -> str:
-    """A path's name in OpenAPI: `v1_models` for `/v1/models`."""
+    """The id of a path in OpenAPI, such as `v1_models` for `/v1/models`."""
     return route.path_format.strip("/").replace("/", "_").translate(_BRACES)

@@ -1,4 +1,4 @@
-"""Every error that a client can see, its status and its code. Knows nothing of HTTP frameworks.
+"""Every error that a client can see, with its status and its code. Knows nothing of HTTP frameworks.
 
 ApiError
 ├── BadRequest            400   (code given where it is raised)
@@ -68,17 +68,17 @@ ERROR_CODES: tuple[ErrorCode, ...] = get_args(ErrorCode)
 
 
 def printable(text: str) -> str:
-    """Text from a client, cut and escaped, so that an error may carry it: never as it was sent."""
+    """Text from a client, cut and escaped, as error messages show it. They never hold it as it was sent."""
     return text[:64].encode("unicode_escape").decode("ascii")
 
 
 def image_param(index: int) -> str:
-    """How errors name an image of a request, such as `images[3]`."""
+    """The name of an image in errors, such as `images[3]`."""
     return f"images[{index}]"
 
 
 class ApiError(Exception):
-    """An error with a status and a body. `param` names the culprit, such as `images[3]` or an option."""
+    """An error with a status and a body. `param` names the cause, such as `images[3]` or an option."""
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -92,11 +92,11 @@ class ApiError(Exception):
         self.param = param
 
     def body(self) -> dict[str, dict[str, str | None]]:
-        """The one error body of every route."""
+        """The error body, which is the same on every route."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Headers that belong to the error beside those of every response."""
+        """The error's own headers, in addition to those of every response."""
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 

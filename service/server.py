@@ -1,6 +1,6 @@
-"""The server process from the first request to the exit code: uvicorn, with our end.
+"""The server process, from its first request to its exit code: uvicorn with our own shutdown.
 
-Knows uvicorn, the app and the engine; nothing of flags. Takes seconds to import, as the app needs torch.
+Knows uvicorn, the app and the engine; knows nothing of flags. Its import takes seconds, because of torch.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-# Longer than the time for which common client pools keep an idle connection: the client should be the one to
-# close it, or a request may be sent just as the server closes.
+# Longer than common client pools keep an idle connection, so that the client closes it first. If the server
+# closed it first, a request could be on its way.
 _KEEP_ALIVE_S = 75
-# Requests that are cut off at the end of the grace have this long to be told so.
+# Time for the error responses of requests that are cut off at the end of the grace.
 _FAREWELL_S = 0.2
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with our end: it serves on for a delay, then drains and says 503."""
+    """uvicorn's server with our own shutdown: it serves on for a delay, then drains and answers 503."""
 
     def __init__(self, app: FastAPI, settings: Settings, *, logs_lifecycle: bool = True) -> None:
         """`logs_lifecycle`: whether this process logs the stop; of several processes, one does."""
@@ -68,27 +68,31 @@ class Server(uvicorn.Server):
         self._delay_s = settings.shutdown_delay_s
         self._grace_s = settings.shutdown_grace_s
         self._told_to_stop: bool = False
-        self._leaves_at: float | None = None  # newcomers are refused from then on, once told to stop
-        self._deadline: float | None = None  # of the drain, once it began; time.monotonic()
+        # By time.monotonic(), once the server was told to stop.
+        self._leaves_at: float | None = None  # new requests are refused from then on
+        self._deadline: float | None = None  # of the drain
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """First signal: leave from the next tick on, as a handler must take no lock. Second: end at once."""
+        """The first signal stops the server at its next tick, as a handler must take no lock.
+
+        A second signal ends the process at once.
+        """
         if self._told_to_stop:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         self._told_to_stop = True
 
     def _count_refusal(self, error: ApiError) -> None:
-        """Of what never became a request that the app could count and log."""
+        """Counts and logs an error that the HTTP protocol sent: the app never saw that request."""
         self._metrics.count_refusal(error)
         logger.info("refused: %d %s: %s", error.status, error.code, error.message)
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second; True ends the server."""
+        """Called by uvicorn ten times a second. Returns whether the server ends."""
         has_failed = self._engine.state is State.FAILED
         if self._leaves_at is None and (self._told_to_stop or has_failed):
             self._engine.leave()
-            # A server that takes no requests has nothing to wait for.
+            # A server that accepts no requests needs no delay.
             delay_s = self._delay_s if self._engine.state is State.LEAVING else 0.0
             if self._logs_lifecycle:
                 logger.info("stopping, in at most %g s", delay_s + self._grace_s)
@@ -105,7 +109,7 @@ class Server(uvicorn.Server):
         return self._deadline is not None and (self._engine.is_idle or time.monotonic() >= self._deadline)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """In place of uvicorn's, which has a grace of its own, in whole seconds, behind ours."""
+        """Replaces uvicorn's shutdown, which would add a grace of its own, in whole seconds."""
         assert self._deadline is not None, "nothing but a drain ends the server"
         for listener in (*self.servers, *(sockets or ())):
             listener.close()
@@ -124,7 +128,7 @@ class Server(uvicorn.Server):
 
 
 def run(settings: Settings, listener: socket.socket) -> NoReturn:
-    """Serves until a signal or until the device fails, and ends the process: with 0, or 1 where it failed."""
+    """Serves until a signal comes or the device fails, then exits with 0, or with 1 if the device failed."""
     trust_own_limits()
     app = create_app(settings)
     Server(app, settings).run([listener])
@@ -133,7 +137,7 @@ def run(settings: Settings, listener: socket.socket) -> NoReturn:
 
 
 def trust_own_limits() -> None:
-    """Pillow warns from a fixed number of pixels on. The limit here is `max_image_pixels`."""
+    """Silences Pillow's warning about large images, as `max_image_pixels` is the limit here."""
     warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
 
 

@@ -24,7 +24,8 @@ from models import EncodeItem, Patches, Preprocessor, Replica, VisionEncoder
 from service.answers.answer import Answer
 from service.config.settings import Settings
 from service.errors import ApiError
-from service.fetching.fetcher import make_fetcher
+from service.fetching.fetcher import Fetcher, make_fetcher
+from service.fetching.image_urls import ImageUrl
 from service.http.context import RequestContext
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageLimits
@@ -39,7 +40,7 @@ LEFT: Message = {"type": "http.disconnect"}
 
 
 class RecordingPreprocessor(Preprocessor):
-    """Says in which threads images were checked and decoded."""
+    """Records the threads in which images were checked and decoded."""
 
     def __init__(self) -> None:
         super().__init__(CONFIG)
@@ -56,7 +57,7 @@ class RecordingPreprocessor(Preprocessor):
 
 
 class Source:
-    """Where the pipeline gets embeddings from: a queue, and a device that encodes at once."""
+    """The surroundings of a pipeline: a queue, and a device that encodes at once."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class Source:
         self.limits = QueueLimits(max_batch_tokens=100_000, max_queue_tokens=100_000)
         self.budget = ByteBudget(2**29)
         self.memory = DecodingMemory(2**29)
+        self.fetcher: Fetcher | None = None  # None: the one that the settings ask for
 
     @contextmanager
     def serving(self) -> Iterator[Batcher]:
@@ -82,14 +84,14 @@ class Source:
         finally:
             batcher.close()
             replica.close()
-            # However the request ended.
+            # However the request ended, nothing is held any more.
             assert (batcher.waiting_images, batcher.waiting_tokens, batcher.reserved_tokens) == (0, 0, 0)
             assert self.budget.held_bytes == held_bytes
 
     def pipeline(
         self, settings: Settings, batcher: Batcher, decoders: Executor, writers: Executor | None = None
     ) -> Pipeline:
-        """Writes where it decodes, unless told otherwise."""
+        """A pipeline that serializes on `decoders`, too, unless it has `writers`."""
         return Pipeline(
             settings,
             self,
@@ -97,14 +99,14 @@ class Source:
             self.budget,
             decoders,
             writers or decoders,
-            make_fetcher(settings),
+            self.fetcher or make_fetcher(settings),
             ImageLimits(settings.max_image_bytes, settings.max_image_pixels),
             self.memory,
         )
 
 
 class Exchange:
-    """One request as the pipeline sees it, and what became of it."""
+    """One request as the pipeline sees it, and its outcome."""
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class Exchange:
         then: Sequence[Message] = (),
     ) -> None:
         self.unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}, *then]
-        self.context = RequestContext("test")
+        self.context = RequestContext("test", "POST")
         self.scope: dict[str, Any] = {
             "type": "http",
             "method": "POST",
@@ -126,7 +128,7 @@ class Exchange:
             ],
         }
         self.context.attach(self.scope)
-        self.over = threading.Event()  # answered, or refused
+        self.over = threading.Event()  # once it is answered or refused
 
     async def receive(self) -> Message:
         if not self.unread:
@@ -136,7 +138,7 @@ class Exchange:
     def run(
         self, source: Source, settings: Settings, executor: ThreadPoolExecutor | None = None
     ) -> dict[str, Any]:
-        """`executor`: its threads end with the request, unless it is given."""
+        """Answers the request. Decodes on `executor`, by default on threads that end with the request."""
 
         async def embed() -> Answer:
             try:
@@ -190,7 +192,7 @@ def test_several_images_are_one_batch_in_order(settings: Settings) -> None:
     assert len(source.submitted) == 1
 
 
-def test_a_large_answer_is_written_like_a_small_one(settings: Settings) -> None:
+def test_large_answer_has_the_same_content_as_a_small_one(settings: Settings) -> None:
     source = Source()
     images = [encode_image(1024, 1024, seed=n) for n in range(3)]
     body = json_exchange(*images, pooling="none", deepstack=True).run(source, settings)
@@ -200,13 +202,40 @@ def test_a_large_answer_is_written_like_a_small_one(settings: Settings) -> None:
         assert np.array_equal(array, known_embedding(item.patches, item.output).numpy())
 
 
-def test_urls_are_refused_where_none_are_allowed(settings: Settings) -> None:
+def test_urls_are_refused_if_no_domain_is_allowed(settings: Settings) -> None:
     body = {"images": [base64.b64encode(encode_image()).decode(), "http://127.0.0.1/"]}
     exchange = Exchange(json.dumps(body).encode(), "application/json")
     error = exchange.refusal(settings)
     assert (error.status, error.code, error.param) == (400, "url_not_allowed", "images[1]")
     assert "not enabled" in error.message
     assert "fetch" not in exchange.context.stages_s
+
+
+class RecordingFetcher(Fetcher):
+    """Answers every URL with an image, and records its calls."""
+
+    def __init__(self) -> None:
+        self.asked_for: list[Sequence[bytes | ImageUrl]] = []
+
+    async def fetch(
+        self, images: Sequence[bytes | ImageUrl], hold: Callable[[int], None] = lambda num_bytes: None
+    ) -> list[bytes]:
+        self.asked_for.append(images)
+        return [image if isinstance(image, bytes) else encode_image() for image in images]
+
+
+def test_only_requests_with_urls_reach_the_fetcher(settings: Settings) -> None:
+    source = Source()
+    source.fetcher = fetcher = RecordingFetcher()
+    image = encode_image()
+    for exchange in (Exchange(image), json_exchange(image, image)):
+        exchange.run(source, settings)
+        assert (fetcher.asked_for, "fetch" in exchange.context.stages_s) == ([], False)
+    body = {"images": [base64.b64encode(image).decode(), "http://example.org/"]}
+    exchange = Exchange(json.dumps(body).encode(), "application/json")
+    assert exchange.run(source, settings)["usage"]["num_images"] == 2
+    assert fetcher.asked_for == [(image, ImageUrl("http://example.org/"))]
+    assert exchange.context.stages_s["fetch"] >= 0
 
 
 @pytest.mark.parametrize(
@@ -221,7 +250,7 @@ def test_urls_are_refused_where_none_are_allowed(settings: Settings) -> None:
 def test_images_are_decoded_off_the_event_loop(
     num_images: int, side: int, format: str, checked_in: str, settings: Settings
 ) -> None:
-    """Only the header of a single small file is read in less time than a hop takes."""
+    """Only the header of a single small file is read faster than a hop to a thread takes."""
     preprocessor = RecordingPreprocessor()
     images = [encode_image(side, side, format=format)] * num_images
     json_exchange(*images).run(Source(preprocessor), settings)
@@ -230,7 +259,7 @@ def test_images_are_decoded_off_the_event_loop(
 
 
 class Watched(torch.Tensor):
-    """A tensor that says in which threads it was written out."""
+    """A tensor that records the threads in which it is serialized."""
 
     threads: list[str]
 
@@ -240,7 +269,7 @@ class Watched(torch.Tensor):
 
 
 class WatchedSource(Source):
-    """Answers an embedding of a size, which is watched."""
+    """Answers a watched embedding of `size` numbers."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -258,14 +287,14 @@ class WatchedSource(Source):
 
 
 @pytest.mark.parametrize(("size", "thread"), [(32_768, "MainThread"), (32_769, "decode")])
-def test_large_answers_are_written_off_the_event_loop(size: int, thread: str, settings: Settings) -> None:
+def test_large_answers_are_serialized_off_the_event_loop(size: int, thread: str, settings: Settings) -> None:
     source = WatchedSource(size)
     Exchange(encode_image()).run(source, settings)
     assert [name.split("_")[0] for name in source.embedding.threads] == [thread]
 
 
 class Ticking(RecordingPreprocessor):
-    """Waits in every step for the event loop to have done something else meanwhile."""
+    """Waits in every step until the event loop has run something else."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +337,7 @@ def test_the_event_loop_goes_on_while_images_are_prepared(settings: Settings) ->
     assert len(json.loads(bytes(body))["data"]) == 3
 
 
-def test_a_query_parameter_wins(settings: Settings) -> None:
+def test_query_parameter_wins_over_the_body(settings: Settings) -> None:
     exchange = json_exchange(encode_image(), pooling="none", normalize=False)
     exchange.scope["query_string"] = b"pooling=mean"
     source = Source()
@@ -342,7 +371,7 @@ def test_a_bad_query_is_refused_before_the_body_is_read(
     ("query", "accept", "code"),
     [("deepstack=1", "*/*", "option_conflict"), ("", "text/html", "not_acceptable")],
 )
-def test_what_no_image_could_mend_is_refused_before_it_is_read(
+def test_raw_body_is_not_read_if_its_options_are_refused(
     query: str, accept: str, code: str, settings: Settings
 ) -> None:
     exchange = Exchange(encode_image(), query=query, headers=[("accept", accept)])
@@ -350,14 +379,14 @@ def test_what_no_image_could_mend_is_refused_before_it_is_read(
     assert len(exchange.unread) == 1
 
 
-def test_what_a_body_with_options_may_mend_is_not_refused_before(settings: Settings) -> None:
+def test_options_in_the_body_may_resolve_a_conflict(settings: Settings) -> None:
     body = {"images": base64.b64encode(encode_image()).decode(), "pooling": "none", "format": "json"}
     content = json.dumps(body).encode()
     accept = [("accept", "text/html")]
     Exchange(content, "application/json", query="deepstack=1", headers=accept).run(Source(), settings)
 
 
-def test_headers_of_all_images_come_before_the_pixels_of_any(settings: Settings) -> None:
+def test_all_headers_are_checked_before_any_pixels_are_decoded(settings: Settings) -> None:
     truncated = encode_image(64, 64)[:-200]
     preprocessor = RecordingPreprocessor()
     error = json_exchange(truncated, encode_image(), b"no image").refusal(settings, Source(preprocessor))
@@ -392,7 +421,7 @@ def test_limits_of_one_image_name_it(settings: Settings) -> None:
     assert (error.status, error.code, error.param) == (413, "too_many_pixels", "images[1]")
 
 
-def test_too_thin_an_image_is_refused(settings: Settings) -> None:
+def test_extreme_aspect_ratio_is_refused(settings: Settings) -> None:
     error = json_exchange(encode_image(), encode_image(2, 402)).refusal(settings)
     assert (error.status, error.code, error.param) == (400, "invalid_aspect_ratio", "images[1]")
     assert "402 x 2" in error.message
@@ -423,7 +452,7 @@ def test_accept_may_come_in_several_lines(settings: Settings) -> None:
 
 @contextmanager
 def busy_executor(gate: threading.Event) -> Iterator[ThreadPoolExecutor]:
-    """Decodes nothing before the gate opens, at the latest at the end."""
+    """An executor that decodes nothing before the gate is set or the block ends."""
     with ThreadPoolExecutor(1, thread_name_prefix="decode") as executor:
         executor.submit(gate.wait)
         try:
@@ -432,7 +461,7 @@ def busy_executor(gate: threading.Event) -> Iterator[ThreadPoolExecutor]:
             gate.set()
 
 
-def test_a_caller_who_left_before_decoding_costs_nothing(settings: Settings, gate: threading.Event) -> None:
+def test_images_of_a_caller_that_left_are_not_decoded(settings: Settings, gate: threading.Event) -> None:
     preprocessor = RecordingPreprocessor()
     source = Source(preprocessor)
     exchange = Exchange(encode_image(), then=[LEFT])
@@ -442,7 +471,7 @@ def test_a_caller_who_left_before_decoding_costs_nothing(settings: Settings, gat
     assert set(exchange.context.stages_s) == {"read"}
 
 
-def test_work_for_a_caller_who_left_is_not_queued(settings: Settings) -> None:
+def test_images_of_a_caller_that_left_are_not_queued(settings: Settings) -> None:
     class Leaving(RecordingPreprocessor):
         """The caller leaves while the image is decoded."""
 
@@ -459,7 +488,7 @@ def test_work_for_a_caller_who_left_is_not_queued(settings: Settings) -> None:
     assert set(exchange.context.stages_s) == {"read"}
 
 
-def test_a_caller_who_leaves_during_the_body_ends_the_request(settings: Settings) -> None:
+def test_caller_that_leaves_during_the_body_ends_the_request(settings: Settings) -> None:
     exchange = Exchange(b"", then=[])
     exchange.unread[:] = [{"type": "http.request", "body": b"half", "more_body": True}, LEFT]
     with pytest.raises(ClientDisconnect):
@@ -467,7 +496,7 @@ def test_a_caller_who_leaves_during_the_body_ends_the_request(settings: Settings
 
 
 class LeavingExchange(Exchange):
-    """A request whose caller leaves when the test says so, from any thread."""
+    """A request whose caller leaves when the test calls `leave`, from any thread."""
 
     def __init__(self, body: bytes) -> None:
         super().__init__(body)
@@ -484,9 +513,9 @@ class LeavingExchange(Exchange):
         return LEFT
 
 
-def test_answers_for_a_caller_who_left_are_not_written(settings: Settings) -> None:
+def test_answer_to_a_caller_that_left_is_not_serialized(settings: Settings) -> None:
     def leave(items: Sequence[EncodeItem]) -> None:
-        """While the device works."""
+        """Leaves while the device works."""
         exchange.leave()
         assert exchange.over.wait(10)
 
@@ -496,7 +525,7 @@ def test_answers_for_a_caller_who_left_are_not_written(settings: Settings) -> No
     assert set(exchange.context.stages_s) == {"read", "decode", "queue"}
 
 
-def test_a_request_past_its_deadline_is_answered_whatever_holds_it_up(
+def test_deadline_ends_a_request_that_waits_for_a_decode_thread(
     settings: Settings, gate: threading.Event
 ) -> None:
     exchange = Exchange(encode_image())
@@ -505,7 +534,7 @@ def test_a_request_past_its_deadline_is_answered_whatever_holds_it_up(
     assert (caught.value.status, caught.value.code) == (504, "deadline_exceeded")
 
 
-def test_a_deadline_does_not_depend_on_the_device(settings: Settings) -> None:
+def test_deadline_ends_a_request_that_waits_for_the_device(settings: Settings) -> None:
     def hold(items: Sequence[EncodeItem]) -> None:
         assert exchange.over.wait(10)
 
@@ -517,25 +546,25 @@ def test_a_deadline_does_not_depend_on_the_device(settings: Settings) -> None:
 
 
 class OutOfTime(Preprocessor):
-    """Has a fault that looks like the end of a deadline."""
+    """Raises an error that looks like a deadline."""
 
     def num_tokens(self, height: int, width: int) -> int:
         raise TimeoutError("of something else")
 
 
-def test_only_the_end_of_its_own_time_is_a_deadline(settings: Settings) -> None:
+def test_timeout_errors_of_other_code_are_not_deadlines(settings: Settings) -> None:
     with pytest.raises(TimeoutError, match="of something else"):
         Exchange(encode_image()).run(Source(OutOfTime(CONFIG)), settings)
 
 
-def test_a_body_that_is_not_there_by_the_deadline_is_the_callers_fault(settings: Settings) -> None:
+def test_body_that_is_incomplete_at_the_deadline_is_408(settings: Settings) -> None:
     exchange = Exchange(b"")
     exchange.unread[:] = [{"type": "http.request", "body": b"half", "more_body": True}]
     error = exchange.refusal(only(settings, request_timeout_s=0.05))
     assert (error.status, error.code) == (408, "body_timeout")
 
 
-def test_a_full_queue_refuses_what_does_not_fit(settings: Settings, gate: threading.Event) -> None:
+def test_full_queue_refuses_a_request_that_does_not_fit(settings: Settings, gate: threading.Event) -> None:
     def hold(items: Sequence[EncodeItem]) -> None:
         gate.wait()
 
@@ -558,7 +587,7 @@ def test_a_full_queue_refuses_what_does_not_fit(settings: Settings, gate: thread
                     await until(lambda: len(source.submitted) == num_on_device)  # noqa: B023
                 started += [start()]
                 await until(lambda: batcher.waiting_tokens == 6)
-                started += [start()]  # has more tokens than there is room for
+                started += [start()]  # its tokens do not fit
                 await until(lambda: started[3].done())
             finally:
                 gate.set()
@@ -597,12 +626,12 @@ def test_bytes_in_memory_have_a_limit(says_its_length: bool, settings: Settings)
 
 
 @pytest.mark.parametrize("length", ["x", "-1", "9" * 30, "99999999999"])
-def test_a_length_that_will_be_refused_takes_no_room(length: str, settings: Settings) -> None:
+def test_refused_content_length_takes_no_room(length: str, settings: Settings) -> None:
     error = Exchange(encode_image(), headers=[("content-length", length)]).refusal(settings)
     assert error.status in (400, 413)
 
 
-def test_more_tokens_than_the_queue_could_ever_hold_are_too_large(settings: Settings) -> None:
+def test_more_tokens_than_the_whole_queue_are_too_large(settings: Settings) -> None:
     preprocessor = RecordingPreprocessor()
     source = Source(preprocessor)
     source.limits = QueueLimits(max_batch_tokens=6, max_queue_tokens=11)
@@ -612,7 +641,9 @@ def test_more_tokens_than_the_queue_could_ever_hold_are_too_large(settings: Sett
     Exchange(encode_image()).run(source, settings)
 
 
-def test_bodies_are_parsed_while_every_decoder_is_busy(settings: Settings, gate: threading.Event) -> None:
+def test_bodies_are_parsed_while_all_decode_threads_are_busy(
+    settings: Settings, gate: threading.Event
+) -> None:
     source = Source()
     exchange = Exchange(b'{"images": [' + b" " * 2**17, "application/json")
 
@@ -634,8 +665,8 @@ def test_bodies_are_parsed_while_every_decoder_is_busy(settings: Settings, gate:
     assert caught.value.code == "invalid_json"
 
 
-def test_who_gives_up_takes_their_files_along(settings: Settings, gate: threading.Event) -> None:
-    """A decode thread that has not come to them yet holds the request, and nothing of its images."""
+def test_request_past_its_deadline_releases_its_files(settings: Settings, gate: threading.Event) -> None:
+    """A decode thread that has not started on the request refers to it, but not to its images."""
     source = Source()
     held: list[Preparation] = []
 

@@ -1,4 +1,4 @@
-"""The life of a real server, from its first request to its end, with devices that the test holds up."""
+"""A real server from its first request to its end, with devices that the tests hold up."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.waiting import eventually
 
 
 class Running:
-    """A server in a thread of its own, with a client that keeps its connections."""
+    """A server in its own thread, with a client that keeps connections open."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class Running:
         return self.client.post("/embed", content=encode_image(), headers={"content-type": "image/png"})
 
     def embed_later(self) -> Callable[[], httpx.Response]:
-        """Sends a request in another thread, and returns what gives its answer."""
+        """Sends a request in another thread. Returns a function that waits for its answer."""
         return self._threads.submit(self.embed).result
 
     def stop(self) -> None:
-        """What the handler of a signal calls."""
+        """Stops the server as the first signal would."""
         self._server.handle_exit(15, None)
 
     def has_ended(self, timeout_s: float = 10) -> bool:
@@ -123,7 +123,7 @@ def test_for_a_delay_it_is_unready_and_serves_on(start: Start) -> None:
     assert server.engine.state.name == "DRAINING"
 
 
-def test_after_the_delay_newcomers_are_refused_and_the_admitted_finish(
+def test_after_the_delay_new_requests_are_refused_and_accepted_ones_finish(
     start: Start, gate: threading.Event
 ) -> None:
     server = start(holding(gate), shutdown_delay_s=0.3)
@@ -143,7 +143,7 @@ def test_after_the_delay_newcomers_are_refused_and_the_admitted_finish(
     assert server.has_ended()
 
 
-def test_without_a_delay_newcomers_are_refused_at_once(start: Start, gate: threading.Event) -> None:
+def test_without_a_delay_new_requests_are_refused_at_once(start: Start, gate: threading.Event) -> None:
     server = start(holding(gate))
     first = server.embed_later()
     eventually(lambda: server.engine.num_accepted == 1)
@@ -155,7 +155,7 @@ def test_without_a_delay_newcomers_are_refused_at_once(start: Start, gate: threa
     assert server.has_ended()
 
 
-def test_while_it_loads_there_is_no_delay(start: Start, gate: threading.Event) -> None:
+def test_a_loading_server_stops_without_delay(start: Start, gate: threading.Event) -> None:
     server = start(load=gate.wait, wait=False, shutdown_delay_s=15)
     assert server.client.get("/healthz").status_code == 200
     assert failed_code(server.client.get("/readyz")) == (503, "not_ready")
@@ -164,14 +164,14 @@ def test_while_it_loads_there_is_no_delay(start: Start, gate: threading.Event) -
     assert server.engine.state is State.DRAINING
 
 
-def test_a_watch_that_fails_ends_the_server(settings: Settings) -> None:
+def test_failure_of_the_device_watch_ends_the_server(settings: Settings) -> None:
     server = Running(settings.model_copy(update={"device_timeout_s": "none"}), FakeEncoder())
     assert server.has_ended()
     assert server.engine.state is State.FAILED
     server.close()
 
 
-def test_a_stuck_device_is_told_to_callers_and_probes_and_ends_the_server(
+def test_a_stuck_device_fails_callers_and_probes_and_ends_the_server(
     start: Start, gate: threading.Event
 ) -> None:
     server = start(holding(gate), device_timeout_s=0.4)
@@ -190,7 +190,7 @@ def test_a_stuck_device_is_told_to_callers_and_probes_and_ends_the_server(
     gate.set()
 
 
-def test_a_server_that_fails_closes_connections_from_its_next_answer_on(start: Start) -> None:
+def test_a_failed_server_closes_connections_after_the_next_answer(start: Start) -> None:
     server = start()
     upload = SlowUpload(server.url)
     eventually(lambda: server.engine.num_accepted == 1)
@@ -202,13 +202,13 @@ def test_a_server_that_fails_closes_connections_from_its_next_answer_on(start: S
     assert upload.status() == 503
 
 
-def test_with_one_stuck_device_the_others_finish_what_they_have(start: Start, gate: threading.Event) -> None:
+def test_with_one_stuck_device_the_others_finish_their_work(start: Start, gate: threading.Event) -> None:
     other_gate = threading.Event()
     server = start(holding(gate), holding(other_gate), device_timeout_s=0.5)
     answers = [server.embed_later() for _ in range(2)]
     eventually(lambda: server.engine.num_accepted == 2)
     time.sleep(0.2)
-    other_gate.set()  # this one gets on
+    other_gate.set()  # this device goes on
     statuses = sorted(answer().status_code for answer in answers)
     assert statuses in ([200, 503], [503, 503])  # the first may have taken both
     assert server.has_ended()
@@ -227,7 +227,7 @@ from service.app import create_app
 from service.config.settings import Settings
 from tests.support.app import FakeEncoder, FakeRunning, fake_replicas
 
-class Wide(FakeEncoder):  # so many numbers that the answer fills every buffer on the way
+class Wide(FakeEncoder):  # its answers fill all buffers on the way to the client
     def launch(self, items):
         result = super().launch(items).wait()
         result = replace(result, embeddings=tuple(torch.zeros(2**20) for _ in items))
@@ -245,7 +245,7 @@ server.run(settings.model_copy(update={"shutdown_grace_s": 0.3}), listener)
 
 @pytest.fixture
 def start_process() -> Iterator[Callable[[str], tuple[subprocess.Popen[str], str]]]:
-    """Starts a process with the encoder of that name, and returns it with its address, ready."""
+    """Starts a process with an encoder of `_PROCESS`. Returns it with its URL once it is ready."""
     running: list[subprocess.Popen[str]] = []
 
     def start(encoder: str) -> tuple[subprocess.Popen[str], str]:
@@ -275,7 +275,7 @@ def test_a_process_with_a_stuck_device_exits_with_1(start_process: StartProcess)
     assert process.wait(20) == 1
 
 
-def test_the_grace_cuts_an_answer_that_no_one_reads(start_process: StartProcess) -> None:
+def test_unread_answer_is_cut_off_after_the_grace(start_process: StartProcess) -> None:
     process, url = start_process("wide")
     reader = SlowReader(url)
     reader.wait_for_the_first_bytes()
@@ -286,7 +286,7 @@ def test_the_grace_cuts_an_answer_that_no_one_reads(start_process: StartProcess)
     reader.leave()
 
 
-def test_the_grace_ends_with_an_answer(start_process: StartProcess) -> None:
+def test_unfinished_request_is_answered_after_the_grace(start_process: StartProcess) -> None:
     process, url = start_process("wide")
     upload = SlowUpload(url)
     eventually(lambda: "vision_sidecar_requests_in_flight 2.0" in httpx.get(f"{url}/metrics").text)

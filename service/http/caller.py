@@ -1,4 +1,4 @@
-"""Whether the caller is still there. Knows ASGI's receive channel, and nothing of the work done for them."""
+"""Notices when the caller closes the connection. Knows ASGI's receive channel; nothing of the work."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from starlette.types import Message, Receive
 
 
 @contextmanager
-def watch(receive: Receive, on_left: Callable[[], None]) -> Iterator[None]:
-    """Calls `on_left` once the caller closes the connection, until the block ends. The body has been read.
+def watch_caller(receive: Receive, on_left: Callable[[], None]) -> Iterator[None]:
+    """Calls `on_left` if the caller closes the connection while the block runs. The body must have been read.
 
-    A caller of whom nothing can be received any more has left.
+    A receive channel that fails counts as closed.
 
-    One waiting task, because `Request.is_disconnected` opens and cancels a scope at every call, which costs
-    more than all else that is done for a small image on the event loop.
+    A single task waits for that: `Request.is_disconnected` opens and cancels a scope at every call, which
+    costs more than everything else that the event loop does for a small image.
     """
 
     def received(message: asyncio.Future[Message]) -> None:

@@ -1,16 +1,20 @@
-"""What is known of one request from the first byte to the last: its id and how long its stages took.
+"""The state of one request from its first byte to its last: its id, its stages, and its response so far.
 
-Made by the middleware, filled by whoever does the work, read by the middleware again for headers and metrics.
+The middleware creates it, the pipeline fills in the stages, and the middleware reads it for headers, the log
+and metrics. Knows nothing of images or options.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
 from starlette.types import Scope
 
+from service.errors import ErrorCode
 from service.metrics import Stage
 
 _KEY = "vision_sidecar.context"
@@ -18,18 +22,33 @@ _KEY = "vision_sidecar.context"
 
 @dataclass(slots=True)
 class RequestContext:
-    """One request. `started_at` is by `time.perf_counter()`; `stages_s` holds the wall time of each
-    stage so far, in seconds.
-    """
+    """One request. Times are in seconds; `started_at` is by `time.perf_counter()`."""
 
     request_id: str
+    method: str
+    is_logged: bool = True
     started_at: float = field(default_factory=time.perf_counter)
     body_has_arrived: bool = False
-    stages_s: dict[Stage, float] = field(default_factory=dict)
+    stages_s: dict[Stage, float] = field(default_factory=dict)  # wall time of each stage that has ended
+    status: int = 500  # of the response, once it has begun
+    response_has_begun: bool = False
+    error_code: ErrorCode | None = None  # of the response, if it is an error
 
     def attach(self, scope: Scope) -> None:
-        """Leaves the context where `context_of` finds it."""
+        """Stores the context in the scope, for `context_of`."""
         scope[_KEY] = self
+
+    @property
+    def duration_s(self) -> float:
+        """Time since the request began."""
+        return time.perf_counter() - self.started_at
+
+    @contextmanager
+    def stage(self, name: Stage) -> Iterator[None]:
+        """Measures a stage: the block, unless it raises."""
+        started_at = time.perf_counter()
+        yield
+        self.stages_s[name] = time.perf_counter() - started_at
 
 
 def context_of(scope: Scope) -> RequestContext:

@@ -1,6 +1,6 @@
-"""Pages of other origins: what a browser is told, on answers and on errors alike.
+"""Cross-origin requests: headers that let pages of other origins call the server and read its answers.
 
-Knows the headers of the Fetch standard; nothing of routes or keys.
+Knows the headers of the Fetch standard; knows nothing of routes or keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from starlette.types import ASGIApp
 
 
 class Cors(CORSMiddleware):
-    """Allows `origins` to read every answer. A preflight is answered here, and so needs no key."""
+    """Allows pages of `origins` to read every answer. Preflights are answered here, so they need no key.
+
+    A page of an allowed origin may also call a server on a private network: with Private Network Access a
+    browser asks for that permission in the preflight, and blocks the call unless it is given.
+    """
 
     def __init__(self, app: ASGIApp, origins: Sequence[str]) -> None:
         super().__init__(
@@ -22,10 +26,11 @@ class Cors(CORSMiddleware):
             allow_origins=origins,
             allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),
+            allow_private_network=True,
             expose_headers=("X-Request-Id", "Server-Timing", "Retry-After"),
         )
 
     def preflight_response(self, request_headers: Headers) -> Response:
-        """No page may read a refusal, so it is an answer that allows nothing, and no error."""
+        """A refused preflight gets 200 without any permission: no page could read an error body."""
         response = super().preflight_response(request_headers)
         return response if response.status_code == 200 else Response(headers={"Vary": "Origin"})

@@ -1,6 +1,6 @@
-"""Refusing early: what would be refused anyway is refused before anything is done for it.
+"""Refuses requests that would be refused anyway, before any work is done for them.
 
-A server that has too much to do must not have to do much to say so. Knows paths; nothing of why.
+A refusal by an overloaded server must be cheap. Knows paths; knows nothing of the reasons to refuse.
 """
 
 from __future__ import annotations

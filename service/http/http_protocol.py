@@ -1,14 +1,15 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol, with limits on what comes before and beside a body.
+"""HTTP/1.1 on one connection: uvicorn's protocol, with limits on headers, trailers and time.
 
-- The header section, a trailer section or anything else that is no body may have 64 KiB; a request that
-  began has a limited time until its headers are complete, and so has a connection until its first request.
-- What is no HTTP, or over such a limit, gets the one error body, as all other errors do.
-- A refusal waits for the answers to the requests before it.
-- An answer given before the request's body was read ends the connection, and what the client is still
-  sending is dropped, for a while, so that it gets to read the answer instead of a reset.
-- A client that takes nothing of its answer is cut off. Of one that is gone, `send` raises `ClientDisconnect`.
+- Headers, trailers and all other bytes outside of a body are limited to 64 KiB a section. The headers of a
+  request must be complete within a limited time, and so must the wait for the first request of a connection.
+- Malformed HTTP, and requests over such a limit, are answered with the one error body, like all errors.
+- A refusal is sent after the responses to the requests before it.
+- A response that is sent before the request's body was read ends the connection. The rest of the body is
+  read and dropped for a while, so that the client gets the response instead of a reset (RFC 9112, 9.6).
+- A client that reads nothing of its response is cut off. `send` raises `ClientDisconnect` once a client has
+  left.
 
-Knows HTTP framing; knows nothing of routes. Source of the rule before the last: RFC 9112, section 9.6.
+Knows HTTP framing; knows nothing of routes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from service.errors import ApiError, BadRequest, BodyTimeout, HeadersTooLarge
-from service.http.response_parts import FIXED_HEADERS, Headers, error_answer, identity_headers, new_request_id
+from service.http.response_parts import (
+    FIXED_HEADERS,
+    Headers,
+    error_response,
+    identity_headers,
+    new_request_id,
+)
 from service.http.transport import LingeringTransport, UnreadWatch
 
 MAX_HEADER_BYTES = 2**16
@@ -35,10 +42,10 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. While `is_draining()`, every answer is the last one of its connection.
+    """One connection. While `is_draining()`, it is closed after its next response.
 
-    `count_refusal` is told of each answer that is given here, without the app. A client that takes nothing of
-    an answer for `unread_timeout_s` is cut off.
+    `count_refusal` is called for each error that is sent from here, without the app. A client that reads
+    nothing of a response for `unread_timeout_s` is cut off.
     """
 
     def __init__(
@@ -59,12 +66,12 @@ class Protocol(HttpToolsProtocol):
         self._count_refusal = count_refusal
         self._unread_timeout_s = unread_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
-        self._has_begun = False  # the next request, whose headers are not complete
-        self._in_headers = True  # of the next request, or before them
-        self._is_resuming = False  # after headers that wished for another protocol, with a parser of its own
+        self._has_begun = False  # whether the first bytes of a request have come, but not all of its headers
+        self._in_headers = True  # whether the next byte is part of headers, or comes before them
+        self._is_resuming = False  # while a new parser is told of headers that asked for an upgrade
         self._num_header_bytes = 0  # since the last byte of a body
-        self._refusal: ApiError | None = None  # of what was read last; nothing more is read
-        # Is answered, or was last. uvicorn's `cycle` is the last one that was read.
+        self._refusal: ApiError | None = None  # of the last request; no more bytes are read
+        # The request that is being answered, or was last. uvicorn's `cycle` is the last one that was read.
         self._answered: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -79,7 +86,7 @@ class Protocol(HttpToolsProtocol):
         self._unread.stop()
         self._stop_header_timer()
         self._unset_keepalive_if_required()
-        self._stop_answering()  # uvicorn tells the last request only
+        self._stop_answering()  # uvicorn notifies the last request only
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -104,9 +111,9 @@ class Protocol(HttpToolsProtocol):
             self._refuse(_headers_too_large())
 
     def _feed(self, data: bytes) -> bytes:
-        """Feeds the parser and returns what it left: all behind the headers that wish for another protocol.
+        """Feeds the parser. Returns the bytes after headers that ask for an upgrade, still to be fed.
 
-        None is served, so the wish is ignored; a new parser, told the body's framing, goes on with the body.
+        No upgrade is served, so it is ignored: a new parser is told the body's framing and reads the body.
         """
         try:
             self.parser.feed_data(data)
@@ -136,13 +143,13 @@ class Protocol(HttpToolsProtocol):
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # else a trailer, which nothing here reads
+        if self._in_headers:  # else it is a trailer, which is not used
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self._is_resuming:
             return
-        # One read may bring a whole section that is too large, and a body behind it.
+        # A single read may hold all headers, too large, and the body after them.
         if self._num_header_bytes > MAX_HEADER_BYTES and self._header_size() > MAX_HEADER_BYTES:
             self._refuse(_headers_too_large())
             raise ValueError("headers too large")
@@ -165,7 +172,7 @@ class Protocol(HttpToolsProtocol):
         self._num_header_bytes = 0
         super().on_message_complete()
 
-    # What uvicorn's protocol asks of itself
+    # Methods of uvicorn's protocol
 
     def _should_upgrade(self) -> bool:
         return False
@@ -176,7 +183,7 @@ class Protocol(HttpToolsProtocol):
         async def answering(scope: Scope, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
             async def send_and_maybe_close(message: ASGISendEvent) -> None:
                 if message["type"] == "http.response.start" and (cycle.more_body or self._is_draining()):
-                    cycle.keep_alive = False  # said in the headers, and done when the answer is complete
+                    cycle.keep_alive = False  # adds `Connection: close`, and closes after the response
                 await send(message)
                 if cycle.disconnected:
                     raise ClientDisconnect
@@ -184,15 +191,15 @@ class Protocol(HttpToolsProtocol):
             try:
                 await app(scope, receive, send_and_maybe_close)
             except ClientDisconnect:
-                pass  # no one is left to be told of it
-            except asyncio.CancelledError:  # the server ends, in the middle of an answer
+                pass  # nobody is left to read a response
+            except asyncio.CancelledError:  # the server ends in the middle of a response
                 cycle.disconnected = True
                 self.transport.close()
 
         super()._start_asgi_task(cycle, answering)
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()  # and starts on the request that waits
+        super().on_response_complete()  # starts the next request, if one waits
         if self._is_answering or self.transport.is_closing():
             return
         if self._refusal is not None:
@@ -224,21 +231,21 @@ class Protocol(HttpToolsProtocol):
         self._refuse(BodyTimeout(f"the headers did not arrive within {self._header_timeout_s:g} s"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Refuses what was read last, once the requests before it are answered."""
+        """Refuses the request that was read last, once the requests before it are answered."""
         if self.transport.is_closing() or self._refusal is not None:
             return
         self._refusal = error
         if self.pipeline and not self._in_headers:
-            self.pipeline.popleft()  # is the request that is refused
+            self.pipeline.popleft()  # the request that is refused
         is_later = self._in_headers or self.cycle is not self._answered
         if not (is_later and self._is_answering):
             self._end_with(error)
 
     def _end_with(self, error: ApiError) -> None:
-        """Ends the connection, with an answer unless one has begun."""
+        """Ends the connection, with an error response unless another response has begun."""
         cycle = self._answered
         if cycle is None or cycle.response_complete or not cycle.response_started:
-            headers, body = error_answer(error)
+            headers, body = error_response(error)
             headers += FIXED_HEADERS + identity_headers(new_request_id(), {"total": 0})
             headers.append((b"connection", b"close"))
             lines = _header_lines(headers)
@@ -248,7 +255,7 @@ class Protocol(HttpToolsProtocol):
         self.transport.close()
 
     def _stop_answering(self) -> None:
-        """Tells the app that it has no one to answer any more."""
+        """Tells the app that the client has left."""
         if self._answered is not None and not self._answered.response_complete:
             self._answered.disconnected = True
             self._answered.message_event.set()

@@ -1,6 +1,6 @@
-"""API keys: who may ask, decided before a body is read.
+"""API keys, checked before a body is read.
 
-Knows the Authorization header; nothing of what is asked for.
+Knows the Authorization header and paths; knows nothing of the rest of a request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from service.errors import Unauthorized
 
 
 class KeyMiddleware:
-    """Lets a request through if it has one of `keys`, or asks for one of `open_paths`.
+    """Passes on requests with one of `keys`, and requests to `open_paths`.
 
     Raises `Unauthorized` for all others.
     """
@@ -36,7 +36,7 @@ class KeyMiddleware:
             raise Unauthorized("this server needs an API key: send it as Authorization: Bearer KEY")
         scheme, _, key = headers[0].partition(b" ")
         given = _digest(key.strip())
-        # Digests have one length, and all are compared, so that the time tells nothing of the keys.
+        # All digests have the same length and all are compared, so the time reveals nothing about the keys.
         is_known = sum(hmac.compare_digest(given, digest) for digest in self._digests) > 0
         if len(headers) > 1 or scheme.lower() != b"bearer" or not is_known:
             raise Unauthorized("the API key is not one of this server's")
@@ -47,7 +47,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def describe_keys(openapi: dict[str, Any], open_paths: Collection[str]) -> None:
-    """Adds to an OpenAPI description where a key is needed, and how it is sent."""
+    """Adds to an OpenAPI description which paths need a key and how it is sent."""
     openapi["components"]["securitySchemes"] = {"api_key": {"type": "http", "scheme": "bearer"}}
     refusal = {
         "description": "The API key is missing or not one of this server's",

@@ -1,6 +1,6 @@
-"""What all answers have in common, whether the app gives them or the protocol below it.
+"""The headers and the error body that all responses share, those of the app and those of the HTTP protocol.
 
-Knows headers and the error body; knows nothing of how they are sent.
+Knows nothing of how they are sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FIXED_HEADERS: Headers = [
 
 
 def new_request_id() -> str:
-    """An id for a request that came with none."""
+    """An id for a request without a valid one."""
     return uuid.uuid4().hex
 
 
@@ -30,8 +30,8 @@ def identity_headers(request_id: str, timings_ms: dict[str, float]) -> Headers:
     return [(b"x-request-id", request_id.encode()), (b"server-timing", timings.encode())]
 
 
-def error_answer(error: ApiError) -> tuple[Headers, bytes]:
-    """The headers of an error's own, and its body. Text of any kind can be sent: JSON escapes it to ASCII."""
+def error_response(error: ApiError) -> tuple[Headers, bytes]:
+    """The headers and the body of an error. JSON escapes to ASCII, so a message may have any character."""
     body = json.dumps(error.body(), separators=(",", ":")).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
     headers += [(name.lower().encode(), value.encode()) for name, value in error.headers().items()]

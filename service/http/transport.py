@@ -1,4 +1,4 @@
-"""How a connection ends: a client that still sends gets time to read the answer, one that reads nothing none.
+"""The end of a connection: clients that still send may read the response; idle ones are cut off.
 
 Knows sockets; knows nothing of HTTP.
 """
@@ -12,61 +12,61 @@ import termios
 from collections.abc import Callable
 from typing import Any
 
-# After an answer that came early: how long and how much more is read before the connection is closed.
+# After an early response the server reads on, for this long and this many bytes, before it closes.
 LINGER_S = 2.0
 LINGER_BYTES = 2**26
 # A client has taken something of an answer if it took this much, or all.
 MIN_TAKEN_BYTES = 2**16
 
-_LOOKS = 6  # at what is left, within the time that a client may take nothing
+_NUM_CHECKS = 6  # of the bytes that are left, within the time limit of an `UnreadWatch`
 
 
 class UnreadWatch:
-    """Cuts a connection that has bytes to write, and whose client takes nothing for `timeout_s`."""
+    """Aborts a connection that has bytes to write if its client reads nothing for `timeout_s`."""
 
     def __init__(self, transport: asyncio.Transport, timeout_s: float) -> None:
         self._transport = transport
         self._timeout_s = timeout_s
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._left = 0  # bytes, when the client last took something
-        self._taken_at = 0.0
+        self._num_left = 0  # bytes, when the client last read some
+        self._read_at = 0.0
 
     def start(self) -> None:
-        """Watches until all is written. If it did already, the time begins anew."""
+        """Watches until all bytes are written. The time limit begins anew at each call."""
         self.stop()
         if self._transport.get_write_buffer_size():
-            self._note(self._num_left())
-            self._look_later()
+            self._note_progress(self._count_left())
+            self._check_later()
 
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _note(self, num_left: int) -> None:
-        self._left = num_left
-        self._taken_at = self._loop.time()
+    def _note_progress(self, num_left: int) -> None:
+        self._num_left = num_left
+        self._read_at = self._loop.time()
 
-    def _look_later(self) -> None:
-        self._timer = self._loop.call_later(self._timeout_s / _LOOKS, self._look)
+    def _check_later(self) -> None:
+        self._timer = self._loop.call_later(self._timeout_s / _NUM_CHECKS, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._timer = None
         if not self._transport.get_write_buffer_size():
             return
-        num_left = self._num_left()
-        if num_left <= self._left - MIN_TAKEN_BYTES:
-            self._note(num_left)
-        elif self._loop.time() >= self._taken_at + self._timeout_s:
+        num_left = self._count_left()
+        if num_left <= self._num_left - MIN_TAKEN_BYTES:
+            self._note_progress(num_left)
+        elif self._loop.time() >= self._read_at + self._timeout_s:
             self._transport.abort()
             return
-        self._look_later()
+        self._check_later()
 
-    def _num_left(self) -> int:
-        """Bytes that the client has not taken.
+    def _count_left(self) -> int:
+        """Bytes that the client has not read yet.
 
-        With those in the kernel: it has room for megabytes, and asks for more only when a third is free.
+        Includes the bytes in the kernel, which has room for megabytes and asks for more once a third is free.
         """
         file = self._transport.get_extra_info("socket").fileno()
         (num_in_kernel,) = struct.unpack("i", fcntl.ioctl(file, termios.TIOCOUTQ, bytes(4)))
@@ -74,7 +74,7 @@ class UnreadWatch:
 
 
 class LingeringTransport(asyncio.Transport):
-    """A connection whose `close` lets a client that is still sending read the answer first."""
+    """A connection. `close` waits for a client that is still sending, so that it can read the response."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class LingeringTransport(asyncio.Transport):
         self._transport = transport
         self._protocol = protocol
         self._unread = unread
-        self._is_sending = is_sending  # whether the client is
+        self._is_sending = is_sending  # whether the client is in the middle of a request
         self._is_lingering = False
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
@@ -109,7 +109,7 @@ class LingeringTransport(asyncio.Transport):
     def close(self) -> None:
         if self.is_closing():
             return
-        self._unread.start()  # the end waits for what is not written yet, however little
+        self._unread.start()  # closing waits until the last byte is written
         if self._is_sending():
             self._is_lingering = True
             _Lingering(self._transport, self._protocol)
@@ -118,7 +118,7 @@ class LingeringTransport(asyncio.Transport):
 
 
 class _Lingering(asyncio.Protocol):
-    """Takes over a connection whose answer was the last, and drops what the client still sends.
+    """Takes over a connection after its last response, and drops the bytes that the client still sends.
 
     To close a socket with unread data resets the connection, and the client may lose the answer. So the end
     is announced first, and the socket closed when the client closes it, or `LINGER_S` after the last byte.
@@ -145,7 +145,7 @@ class _Lingering(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._num_bytes += len(data)
         if self._num_bytes > LINGER_BYTES:
-            self._transport.pause_reading()  # the client waits, or reads its answer
+            self._transport.pause_reading()  # the client waits, or reads its response
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._timer.cancel()

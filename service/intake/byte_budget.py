@@ -1,6 +1,6 @@
-"""How many bytes of bodies and fetched images may be in memory at once.
+"""The limit on the bytes of bodies and fetched images in memory.
 
-Used on the event loop only, so without a lock. Knows numbers of bytes; nothing of images or HTTP.
+Used on the event loop only, so it needs no lock. Knows numbers of bytes; knows nothing of images or HTTP.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from service.queue.tally import OwnTally, Tally
 
 
 class ByteBudget:
-    """Shared by all requests. No request waits for room: it is refused, and may come again.
+    """Shared by all requests. A request that finds no room does not wait: it is refused and may retry.
 
-    `held` is the tally, for a server that shares the limit with other processes.
+    `held` counts the bytes, for a server that shares the limit with other processes.
     """
 
     def __init__(self, max_bytes: int, held: Tally | None = None) -> None:
@@ -24,22 +24,24 @@ class ByteBudget:
 
     @property
     def held_bytes(self) -> int:
-        """Of requests of this process."""
+        """Bytes held by requests of this process."""
         return self.held.own
 
     def check(self, num_bytes: int) -> None:
-        """Raises `TooManyRequests` where there is no room for so many bytes more."""
+        """Raises `TooManyRequests` if there is no room for `num_bytes` more."""
         if self.held.total + num_bytes > self.max_bytes:
             raise TooManyRequests(
-                "the server holds as many bytes as it may", code="too_many_bytes", retry_after_s=1
+                "the server holds as many bytes of requests as it may; retry later",
+                code="too_many_bytes",
+                retry_after_s=1,
             )
 
     @contextmanager
     def permit(self, expected_bytes: int) -> Iterator[Permit]:
-        """What one request holds, until the block ends: nothing at first.
+        """A permit for one request. It holds no bytes at first, and releases its bytes when the block ends.
 
-        Bytes count when they are there, or callers who announce many and send none would take the room of
-        others. Raises `TooManyRequests` where there is no room for those that are expected.
+        Bytes count once they have arrived: callers that announce many bytes and send none must not take room
+        from others. Raises `TooManyRequests` if there is no room for the `expected_bytes`.
         """
         self.check(expected_bytes)
         permit = Permit(self)
@@ -50,14 +52,14 @@ class ByteBudget:
 
 
 class Permit:
-    """What one request holds."""
+    """The bytes that one request holds."""
 
     def __init__(self, budget: ByteBudget) -> None:
         self._budget = budget
         self.num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Takes room for that many bytes more. Raises `TooManyRequests` where there is none."""
+        """Holds `num_bytes` more. Raises `TooManyRequests` if there is no room for them."""
         self._budget.check(num_bytes)
         self._budget.held.own += num_bytes
         self.num_bytes += num_bytes

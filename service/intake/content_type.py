@@ -1,4 +1,4 @@
-"""The `Content-Type` header of a request, parsed once. Knows nothing of which types are served."""
+"""The `Content-Type` header. Knows nothing of which types are served."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class ContentType:
 
 
 def is_image_type(media_type: bytes) -> bool:
-    """Whether it is the type of an image, or of bytes that may be one."""
+    """Whether this is the type of an image, or of bytes of any kind."""
     return media_type.startswith(b"image/") or media_type == b"application/octet-stream"
 
 
 def parse_content_type(header: str | None) -> ContentType | None:
-    """None where there is no header, or an empty one. Raises `HeadersTooLarge` over `MAX_CHARS`."""
+    """Returns None if the header is missing or empty. Raises `HeadersTooLarge` over `MAX_CHARS`."""
     if not header:
         return None
     if len(header) > MAX_CHARS:
         raise HeadersTooLarge(f"the Content-Type header has more than the {MAX_CHARS} characters allowed")
-    # A header is latin-1 on the wire; the library would fail over anything else.
+    # Headers are latin-1; the library fails over other characters.
     return ContentType(*parse_options_header(header.encode("latin-1", "replace")))

@@ -1,4 +1,4 @@
-"""`/openapi.json`, and `/docs`: Swagger UI with assets of our own, so that it works without other hosts."""
+"""`/openapi.json`, and `/docs`: Swagger UI with its own assets, so that it works without other hosts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from service.http.keys import describe_keys
 
 PAGE = "/docs"
 OPENAPI = "/openapi.json"
-ASSETS = {  # path → media type and name in the package that carries Swagger UI
+ASSETS = {  # path → media type and file name, in the package that contains Swagger UI
     "/docs/swagger-ui.css": ("text/css", "swagger-ui.css"),
     "/docs/swagger-ui-bundle.js": ("text/javascript", "swagger-ui-bundle.js"),
 }
 START = "/docs/start.js"
 PATHS = (PAGE, OPENAPI, *ASSETS, START)
+# Relative to `/openapi.json`, so that "Try it out" works behind a proxy that strips a prefix.
+SERVER = "."
 
-# Addresses are relative to the page, so that it works behind a proxy that adds a prefix.
+# The addresses in the page are relative for the same reason.
 _HTML = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -39,7 +41,7 @@ _HTML = """<!DOCTYPE html>
 """
 _START_JS = 'SwaggerUIBundle({url: "openapi.json", dom_id: "#swagger-ui", deepLinking: true});\n'
 
-# Swagger UI writes style elements into the page and has its icons in data: URLs.
+# Swagger UI writes style elements into the page and keeps its icons in data: URLs.
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -47,7 +49,10 @@ _POLICY = (
 
 
 def add_routes(router: APIRouter, app: FastAPI, *, needs_key: bool, open_paths: Collection[str]) -> None:
-    """Comes after the routes that are to be described: all answers are made here, none at a request."""
+    """Adds the routes of the docs. Call it last: it describes the routes that the app has by then.
+
+    All bodies are created here, none at a request.
+    """
     assets = {path: (media_type, _read_asset(name)) for path, (media_type, name) in ASSETS.items()}
 
     async def describe(request: Request) -> Response:

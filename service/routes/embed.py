@@ -24,7 +24,7 @@ def add_routes(router: APIRouter, engine: Engine, pipeline: Pipeline) -> None:
         summary="Embeddings of one or more images",
         description="The body is the bytes of one image, a form with images, or JSON with images. "
         "Options are query parameters, form parts or JSON members; a query parameter wins. "
-        "A request succeeds whole or fails whole.",
+        "If one image fails, the request fails.",
         responses={
             200: EMBED_ANSWER,
             **error_responses(400, 406, 408, 413, 415, 422, 429, 431, 500, 502, 503, 504),

@@ -28,7 +28,7 @@ def add_routes(router: APIRouter, engine: Engine, pipeline: Pipeline) -> None:
         methods=["POST"],
         summary="Embeddings of images, in the shape of OpenAI's API",
         description="One unit vector for each image of `input`: the normalized mean of its tokens. "
-        "Text is refused. Members that are not known are ignored.",
+        "Text is refused. Unknown members are ignored.",
         responses={
             200: {"model": OpenAIResponse, "description": "One entry for each image, in order"},
             **error_responses(400, 404, 406, 408, 413, 415, 429, 431, 500, 502, 503, 504),
@@ -40,7 +40,7 @@ def add_routes(router: APIRouter, engine: Engine, pipeline: Pipeline) -> None:
 
 @contextmanager
 def _openai_errors() -> Iterator[None]:
-    """Errors as OpenAI's clients know them: no 422, and images are called `input`."""
+    """Adapts errors to OpenAI's clients: 400 in place of 422, and `input` in place of `images`."""
     try:
         yield
     except ApiError as error:

@@ -1,4 +1,4 @@
-"""What is served: `/info` and, in the shape of OpenAI's API, `/v1/models`."""
+"""`/info`, and `/v1/models` in the shape of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_routes(
         model_id: str = request.path_params["model_id"]
         if model_id != card.id:
             raise NotFound(
-                f'there is no model "{printable(model_id)}" here; GET {MODELS} says what is served',
+                f'there is no model "{printable(model_id)}" here; GET {MODELS} names the served model',
                 code="model_not_found",
                 param="model",
             )

@@ -16,14 +16,14 @@ PATH = "/metrics"
 def add_routes(router: APIRouter, gather: Callable[[], Awaitable[Collects]]) -> None:
     async def metrics(request: Request) -> Response:
         accept = request.headers.get("accept")
-        # A thread of the loop's own pool: those that decode images may all be busy.
+        # In the event loop's own threads, as all decode threads may be busy.
         body, content_type = await asyncio.to_thread(render, await gather(), accept)
         return Response(body, headers={"content-type": content_type})
 
     router.add_api_route(
         PATH,
         metrics,
-        summary="Metrics as Prometheus text, or as OpenMetrics where the Accept header asks for it",
+        summary="Metrics as Prometheus text, or as OpenMetrics if the Accept header asks for it",
         response_class=PlainTextResponse,
         tags=["metrics"],
     )

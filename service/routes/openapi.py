@@ -1,4 +1,4 @@
-"""What `/openapi.json` says of requests, of errors and of answers that are no JSON. Checks nothing."""
+"""The description of requests, errors and binary answers in `/openapi.json`. Validates nothing."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from service.routes.schemas import EmbedResponse, ErrorResponse, VllmResponse
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAIAAACQd1PeAAAADElEQVR4nGP4z8AAAAMBAQDJ/pLvAAAAAElFTkSuQmCC"
 
 STATUS_TEXTS = {
-    400: "Not an image or a truncated one, malformed JSON or base64, options that cannot apply, "
-    "an image URL that is refused or that answered 4xx",
+    400: "Not an image, a truncated image, malformed JSON or base64, options that conflict, "
+    "an image URL that is refused or was answered with 4xx",
     404: "No such path or model",
-    406: "The Accept header allows no format that is served",
+    406: "The Accept header allows none of the served formats",
     408: "The body took too long to arrive",
     413: "Over a limit: bytes, pixels, images or tokens",
     415: "A content type or image format that is not served",
     422: "JSON of the wrong shape",
-    429: "The server is full; come again after as many seconds as `Retry-After` says",
+    429: "The server is full: retry after the seconds in `Retry-After`",
     431: "The headers are too large",
     500: "The server failed; its log has the request id",
-    502: "An image URL could not be fetched: its server failed",
+    502: "An image URL could not be fetched because its server failed",
     503: "Not ready, shutting down, or the device failed",
-    504: "Not answered within the time limit, or an image did not arrive from its URL in time",
+    504: "The request took longer than the time limit, or an image did not arrive from its URL in time",
 }
 
 
@@ -31,7 +31,7 @@ _RETRY_AFTER = {"Retry-After": {"description": "in seconds", "schema": {"type": 
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """What OpenAPI says of the errors of a route."""
+    """The description of a route's errors."""
     return {
         status: {
             "model": ErrorResponse,
@@ -42,7 +42,7 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     }
 
 
-# No `default`: which one applies depends on the form, and a page that fills it in would send it.
+# There is no `default` in the schemas: it depends on the format, and Swagger UI would send it.
 _OPTION_TEXTS = {
     "pooling": "`mean`: one vector per image, the mean of its tokens; `none`: all tokens "
     "[`mean`; `none` with `format=vllm`]",
@@ -52,8 +52,8 @@ _OPTION_TEXTS = {
     "[`float32`; with `format=vllm` the model's own]",
     "encoding_format": "numbers in JSON: `float`, or `base64` of little-endian bytes; "
     "`format=json` only [`float` there]",
-    "format": "form of the answer; without it the `Accept` header decides. `npy` holds the tokens of at most "
-    "one image; `vllm` is JSON with content parts for a chat request [`json`]",
+    "format": "format of the answer; without it the `Accept` header decides. `npy` holds the tokens of one "
+    "image only; `vllm` is JSON with content parts for a chat request [`json`]",
 }
 
 
@@ -75,7 +75,7 @@ def _json_option_schema(name: str) -> dict[str, Any]:
 
 
 def _only(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """An object with that one member."""
+    """The schema of an object with a single member."""
     return {
         "type": "object",
         "properties": {name: schema},
@@ -93,7 +93,7 @@ def _json_body() -> dict[str, Any]:
                 "url",
                 {
                     "type": "string",
-                    "description": "a `data:` URI; http and https where the server allows their host",
+                    "description": "a `data:` URI, or an http or https URL if the server allows its host",
                 },
             ),
         ]
@@ -145,7 +145,7 @@ EMBED_OPENAPI: dict[str, Any] = {
 
 EMBED_ANSWER: dict[str, Any] = {
     "model": EmbedResponse | VllmResponse,
-    "description": "JSON: one entry for each image, in order, or content parts with `format=vllm`. "
+    "description": "JSON: one entry for each image, in order; with `format=vllm` content parts. "
     "safetensors: `embeddings` [images, hidden], or [all tokens, width] with `pooling=none`; `grid_thw` "
     "[images, 3] and `num_tokens` [images], both int64; metadata `model`, `revision`, `fingerprint`, "
     "`pooling`, `deepstack`, `dtype`. npy: the same array as `embeddings`",
@@ -155,7 +155,7 @@ EMBED_ANSWER: dict[str, Any] = {
 _OPENAI_ITEM = {
     "oneOf": [
         {"type": "string", "minLength": 1, "description": "base64, a `data:` URI or a URL"},
-        _only("image", {"type": "string", "minLength": 1, "description": "either of these"}),
+        _only("image", {"type": "string", "minLength": 1, "description": "base64, a `data:` URI or a URL"}),
     ]
 }
 EMBEDDINGS_OPENAPI: dict[str, Any] = {
@@ -168,7 +168,7 @@ EMBEDDINGS_OPENAPI: dict[str, Any] = {
                     "properties": {
                         "model": {
                             "type": ["string", "null"],
-                            "description": "name of the served model, which it is anyhow",
+                            "description": "name of the served model; may be left out",
                         },
                         "input": {
                             "oneOf": [
@@ -183,7 +183,7 @@ EMBEDDINGS_OPENAPI: dict[str, Any] = {
                         },
                         "dimensions": {
                             "type": ["integer", "null"],
-                            "description": "no other than the numbers of a vector, as vectors are not cut",
+                            "description": "only the length of the vectors is accepted: they are not cut",
                         },
                     },
                     "required": ["input"],

@@ -27,7 +27,7 @@ def add_routes(router: APIRouter, engine: Engine) -> None:
     router.add_api_route(
         LIVE,
         live,
-        summary="Is the process of use? 503 where only a restart helps",
+        summary="Liveness: 503 once only a restart of the process helps",
         responses={200: {"model": Status}, **error_responses(503)},
         tags=["probes"],
     )
@@ -35,7 +35,7 @@ def add_routes(router: APIRouter, engine: Engine) -> None:
         router.add_api_route(
             path,
             ready,
-            summary="Are requests taken? 503 while loading and while shutting down",
+            summary="Readiness: 503 while loading, while shutting down, and once a device failed",
             responses={200: {"model": Status}, **error_responses(503)},
             tags=["probes"],
         )

@@ -1,4 +1,4 @@
-"""The response of the routes that answer embeddings: pieces of bytes, sent one after the other."""
+"""The response of the routes for embeddings: pieces of bytes, sent one after the other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from service.answers.answer import Answer
 
 
 class AnswerResponse(Response):
-    """Sends each piece as it is; a slow reader delays the next one."""
+    """Sends each piece as it is. The next piece waits until a slow reader has taken this one."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(media_type=answer.media_type, headers={"content-length": str(answer.num_bytes)})

@@ -1,4 +1,4 @@
-"""The kind of route that all routes are: described in OpenAPI like FastAPI's own, called like Starlette's."""
+"""The class of all routes: described in OpenAPI like FastAPI's, called like Starlette's."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from starlette.types import Receive, Scope, Send
 
 
 class RawRoute(APIRoute):
-    """Hands the request to the endpoint as it is: no dependency, no model built or checked on the way."""
+    """Passes the request on to the endpoint as it is, without dependencies and without models to validate."""
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in (self.methods or ()):
-            await super().handle(scope, receive, send)  # says which are allowed
+            await super().handle(scope, receive, send)  # raises 405 with the methods that are allowed
             return
         response = await self.endpoint(Request(scope, receive, send))
         await response(scope, receive, send)

@@ -1,6 +1,6 @@
-"""The shapes of JSON answers: what `/openapi.json` says of them, and the answers that are small.
+"""The shapes of JSON answers, for `/openapi.json` and for answers that are small.
 
-Embeddings are not built from these: their numbers go from arrays to bytes, and tests hold them to these.
+Answers with embeddings are written from arrays instead. Tests validate them against these models.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from service.errors import ErrorCode
 
 
 class Shape(BaseModel):
-    """A shape with exactly these members."""
+    """A JSON object with exactly these members."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -23,11 +23,9 @@ class EmbeddingItem(Shape):
     index: int = Field(description="position of the image in the request")
     embedding: list[float] | list[list[float]] | str = Field(
         description="one vector with `pooling=mean`, a vector for each token with `pooling=none`; "
-        "with `encoding_format=base64` the little-endian bytes of the same"
+        "with `encoding_format=base64` the little-endian bytes of that array"
     )
-    shape: list[int] | None = Field(
-        None, description="with `encoding_format=base64` only: of the array in it"
-    )
+    shape: list[int] | None = Field(None, description="of the array, with `encoding_format=base64` only")
     num_tokens: int
     grid_thw: tuple[int, int, int] = Field(description="grid in patches, before the spatial merge")
     width: int = Field(description="in pixels, of the image as seen, after its EXIF orientation")
@@ -44,7 +42,7 @@ class EmbedResponse(Shape):
     object: Literal["list"]
     model: str
     revision: str | None
-    fingerprint: str = Field(description="vectors may be compared where this is the same")
+    fingerprint: str = Field(description="only vectors with the same fingerprint may be compared")
     dtype: Literal["float32", "float16", "bfloat16"]
     data: list[EmbeddingItem]
     usage: EmbedUsage
@@ -73,8 +71,8 @@ class VllmResponse(Shape):
     revision: str | None
     fingerprint: str
     dtype: Literal["float32", "float16", "bfloat16"]
-    token_width: int = Field(description="columns of a token, its deepstack columns included")
-    content: list[ContentPart] = Field(description="one for each image, as they go into a chat message")
+    token_width: int = Field(description="number of columns of a token, deepstack columns included")
+    content: list[ContentPart] = Field(description="one for each image, to be put into a chat message")
 
 
 class OpenAIEmbedding(Shape):
@@ -100,7 +98,7 @@ class OpenAIResponse(Shape):
 class ErrorDetail(Shape):
     message: str
     type: str
-    param: str | None = Field(description="the culprit, such as `images[3]` or an option")
+    param: str | None = Field(description="the cause, such as `images[3]` or an option")
     code: ErrorCode
 
 
@@ -123,7 +121,7 @@ class Limits(Shape):
 class CudaGraphs(Shape):
     enabled: bool
     token_budgets: tuple[int, ...] = Field(description="sizes of the captured graphs, in image tokens")
-    max_images_per_batch: int = Field(description="most images in one replay; 0 without graphs")
+    max_images_per_batch: int = Field(description="maximum number of images in one replay; 0 without graphs")
 
 
 class Preprocessing(Shape):
@@ -138,15 +136,15 @@ class Preprocessing(Shape):
 
 class Info(Shape):
     model: str
-    demo: bool = Field(description="true: random weights, the vectors mean nothing")
+    demo: bool = Field(description="true: the weights are random, so the vectors mean nothing")
     revision: str | None
     fingerprint: str
     dtype: str
-    devices: tuple[str, ...] = Field(description="one for each replica, as metrics name them")
+    devices: tuple[str, ...] = Field(description="names of the replicas, as in the metrics")
     attn_backend: str
     encoder_cudagraph: CudaGraphs
-    hidden_size: int = Field(description="numbers of a pooled vector, and main columns of a token")
-    width: int = Field(description="columns of a token with its deepstack columns")
+    hidden_size: int = Field(description="length of a pooled vector; number of main columns of a token")
+    width: int = Field(description="number of columns of a token, deepstack columns included")
     num_deepstack: int = Field(description="deepstack levels, each of `hidden_size` columns")
     limits: Limits
     preprocessing: Preprocessing

@@ -1,4 +1,4 @@
-"""Whether a caller who leaves is noticed, with a channel that the test feeds."""
+"""A caller that leaves is noticed. The tests feed the receive channel."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from starlette.types import Message
 
-from service.http.caller import watch
+from service.http.caller import watch_caller
 
 DISCONNECT: Message = {"type": "http.disconnect"}
 REST: Message = {"type": "http.request", "body": b"", "more_body": False}
 
 
 class Channel:
-    """What the server has to say, and how often it was asked."""
+    """A receive channel that counts its calls."""
 
     def __init__(self) -> None:
         self._messages: asyncio.Queue[Message | Exception] = asyncio.Queue()
@@ -40,13 +40,13 @@ class Channel:
 
 
 async def turns() -> None:
-    """Lets all that can run do so."""
+    """Lets all tasks run that can."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 def run(check: Callable[[Channel, list[bool]], Coroutine[Any, Any, None]]) -> None:
-    """Runs the check. Nothing may have gone wrong in a callback, of which asyncio only tells."""
+    """Runs the check. Fails if a callback raised, which asyncio only reports to its handler."""
     told: list[dict[str, Any]] = []
 
     async def checked() -> None:
@@ -62,11 +62,11 @@ def run(check: Callable[[Channel, list[bool]], Coroutine[Any, Any, None]]) -> No
     ("message", "has_left"),
     [(DISCONNECT, True), (REST, False), (OSError("reset"), True), (RuntimeError("receive is over"), True)],
 )
-def test_a_caller_has_left_who_says_so_or_of_whom_nothing_can_be_received(
+def test_disconnect_or_failed_receive_means_the_caller_left(
     message: Message | Exception, has_left: bool
 ) -> None:
     async def check(channel: Channel, left: list[bool]) -> None:
-        with watch(channel.receive, lambda: left.append(True)):
+        with watch_caller(channel.receive, lambda: left.append(True)):
             await turns()
             assert not left
             channel.put(message)
@@ -76,19 +76,19 @@ def test_a_caller_has_left_who_says_so_or_of_whom_nothing_can_be_received(
     run(check)
 
 
-def test_a_caller_who_had_left_before_is_noticed() -> None:
+def test_caller_that_left_earlier_is_noticed() -> None:
     async def check(channel: Channel, left: list[bool]) -> None:
         channel.put(DISCONNECT)
-        with watch(channel.receive, lambda: left.append(True)):
+        with watch_caller(channel.receive, lambda: left.append(True)):
             await turns()
         assert left == [True]
 
     run(check)
 
 
-def test_one_task_waits_however_long_it_takes() -> None:
+def test_a_single_task_waits_for_the_whole_block() -> None:
     async def check(channel: Channel, left: list[bool]) -> None:
-        with watch(channel.receive, lambda: left.append(True)):
+        with watch_caller(channel.receive, lambda: left.append(True)):
             for _ in range(5):
                 await turns()
             assert (channel.num_asked, channel.num_waiting) == (1, 1)
@@ -97,9 +97,12 @@ def test_one_task_waits_however_long_it_takes() -> None:
 
 
 @pytest.mark.parametrize("error", [None, ValueError("odd"), asyncio.CancelledError()])
-def test_nobody_is_watched_once_the_block_has_ended(error: BaseException | None) -> None:
+def test_watching_ends_with_the_block(error: BaseException | None) -> None:
     async def check(channel: Channel, left: list[bool]) -> None:
-        with suppress(ValueError, asyncio.CancelledError), watch(channel.receive, lambda: left.append(True)):
+        with (
+            suppress(ValueError, asyncio.CancelledError),
+            watch_caller(channel.receive, lambda: left.append(True)),
+        ):
             await turns()
             if error is not None:
                 raise error

@@ -1,4 +1,4 @@
-"""What pages of other origins may do, through the whole app."""
+"""Cross-origin requests, through the whole app."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Serve = Callable[..., Service]
 
 @pytest.fixture
 def shared(serve: Serve, settings: Settings) -> Service:
-    """The app, which one origin may call with a key."""
+    """The app with one allowed origin and an API key."""
     return serve(only(settings, cors_allow_origins=[ORIGIN], api_keys="sk-1"))
 
 
@@ -63,6 +63,35 @@ def test_a_refused_preflight_allows_nothing(origin: str, method: str, shared: Se
     assert has_fixed_headers(response)
 
 
+@pytest.mark.parametrize("origins", [[ORIGIN], "*"])
+def test_an_allowed_origin_may_call_a_server_on_a_private_network(
+    origins: object, serve: Serve, settings: Settings
+) -> None:
+    service = serve(only(settings, cors_allow_origins=origins))
+    response = preflight(
+        service,
+        access_control_request_private_network="true",
+        access_control_request_headers="authorization",
+    )
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] in (ORIGIN, "*")
+    assert response.headers["access-control-allow-private-network"] == "true"
+    assert response.headers["access-control-allow-headers"] == "authorization"
+    assert "POST" in response.headers["access-control-allow-methods"]
+    assert "Access-Control-Request-Private-Network" in response.headers["vary"]
+    assert has_fixed_headers(response)
+
+
+def test_private_network_permission_is_given_only_on_request(shared: Service) -> None:
+    assert "access-control-allow-private-network" not in preflight(shared).headers
+
+
+def test_a_foreign_origin_gets_no_private_network_permission(shared: Service) -> None:
+    response = preflight(shared, "https://evil.example", access_control_request_private_network="true")
+    assert (response.status_code, response.content) == (200, b"")
+    assert not [name for name in response.headers if name.startswith("access-control-allow")]
+
+
 def test_answers_can_be_read_by_the_origin(shared: Service) -> None:
     response = shared.embed(encode_image(), origin=ORIGIN, authorization="Bearer sk-1")
     assert response.status_code == 200
@@ -100,20 +129,20 @@ def test_an_unexpected_error_can_be_read_by_the_origin(serve: Serve, settings: S
     assert response.headers["access-control-allow-origin"] == ORIGIN
 
 
-def test_other_origins_get_no_leave(shared: Service) -> None:
+def test_foreign_origins_get_no_permission(shared: Service) -> None:
     response = shared.embed(encode_image(), origin="https://evil.example", authorization="Bearer sk-1")
     assert "access-control-allow-origin" not in response.headers
     assert has_fixed_headers(response)
 
 
-def test_every_origin_where_the_settings_say_so(serve: Serve, settings: Settings) -> None:
+def test_star_allows_every_origin(serve: Serve, settings: Settings) -> None:
     service = serve(only(settings, cors_allow_origins="*"))
     response = service.embed(encode_image(), origin="https://any.example")
     assert response.headers["access-control-allow-origin"] == "*"
     assert preflight(service, "null").headers["access-control-allow-origin"] == "*"
 
 
-def test_without_origins_there_are_no_such_headers(service: Service) -> None:
+def test_without_allowed_origins_there_are_no_cors_headers(service: Service) -> None:
     response = service.embed(encode_image(), origin=ORIGIN)
     assert not [name for name in response.headers if name.startswith("access-control")]
     assert response.headers["vary"] == "Accept"

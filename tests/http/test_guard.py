@@ -1,4 +1,4 @@
-"""What is refused before anything is done for it: the middleware alone, and where it stands in the app."""
+"""Early refusals: the middleware alone, and its place in the app."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Serve = Callable[..., Service]
 
 
 class Calls:
-    """What ran, in order."""
+    """The names of the steps that ran, in order."""
 
     def __init__(self, refusal: Exception | None = None) -> None:
         self.order: list[str] = []
@@ -60,11 +60,11 @@ def test_other_paths_are_not_checked(path: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["websocket", "lifespan"])
-def test_what_is_no_request_is_not_checked(kind: str) -> None:
+def test_other_scopes_than_requests_are_not_checked(kind: str) -> None:
     assert Calls().run(type=kind, path="/embed") == ["app"]
 
 
-def test_the_app_does_not_run_for_what_is_refused() -> None:
+def test_the_app_does_not_run_for_a_refused_request() -> None:
     calls = Calls(TooManyRequests("full", code="queue_full", retry_after_s=1))
     with pytest.raises(TooManyRequests):
         calls.run(path="/embed")
@@ -73,7 +73,7 @@ def test_the_app_does_not_run_for_what_is_refused() -> None:
 
 @pytest.fixture
 def fill(serve: Serve, settings: Settings) -> Iterator[Callable[..., Service]]:
-    """The app with its queue full, until the test ends."""
+    """Starts apps whose queue is full until the test ends."""
     filled: list[tuple[Service, Ticket]] = []
 
     def start(**changes: object) -> Service:
@@ -94,7 +94,7 @@ def fill(serve: Serve, settings: Settings) -> Iterator[Callable[..., Service]]:
 
 
 def post_unread(service: Service, path: str, **headers: str) -> httpx.Response:
-    """Posts a body that fails the test when it is read."""
+    """Posts a body that fails the test if it is read."""
 
     async def body() -> AsyncIterator[bytes]:
         raise AssertionError("read")
@@ -104,7 +104,7 @@ def post_unread(service: Service, path: str, **headers: str) -> httpx.Response:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_refusal_is_an_answer_like_others_and_counted_under_its_route(
+def test_a_refusal_has_the_common_headers_and_is_counted_under_its_route(
     path: str, fill: Callable[..., Service]
 ) -> None:
     full = fill()
@@ -122,7 +122,7 @@ def test_a_refusal_is_an_answer_like_others_and_counted_under_its_route(
     assert full.encoder.batches == []
 
 
-def test_other_routes_of_a_full_server_answer(fill: Callable[..., Service]) -> None:
+def test_a_full_server_still_answers_on_other_routes(fill: Callable[..., Service]) -> None:
     full = fill()
     for path in ("/readyz", "/healthz", "/info", "/v1/models", "/metrics"):
         assert full.get(path).status_code == 200, path

@@ -1,4 +1,4 @@
-"""Connections of a real server, most of them by clients that no library would be."""
+"""Connections to a real server. Most clients send bytes that no HTTP library would send."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BIG = 24 * 2**20  # bytes, more than kernels buffer
 
 
 class App:
-    """Reads the body of /read and answers how much it was; answers 413 to all else without reading."""
+    """Reads the body of /read and answers its size. Answers 413 to unknown paths, without reading."""
 
     def __init__(self) -> None:
         self.left = asyncio.Event()
@@ -69,7 +69,7 @@ class App:
         elif path == "/big":
             await Response(bytes(BIG))(scope, receive, send)
         elif path == "/small":
-            await Response(bytes(60_000))(scope, receive, send)  # too little for a pause
+            await Response(bytes(60_000))(scope, receive, send)  # too few bytes to pause the writing
         elif path == "/pieces":
             length = [(b"content-length", b"%d" % BIG)]
             await send({"type": "http.response.start", "status": 200, "headers": length})
@@ -100,7 +100,7 @@ class Answer:
 
 
 class Connection:
-    """A client that sends the bytes it is told to."""
+    """A client that sends arbitrary bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -125,11 +125,11 @@ class Connection:
         self._writer.transport.pause_reading()  # type: ignore[attr-defined]
 
     async def is_closed(self) -> bool:
-        """Waits for the end; False if the server sends more instead."""
+        """Waits until the server closes. Returns False if it sends more instead."""
         return not await asyncio.wait_for(self._reader.read(1), 10)
 
     async def flood(self) -> int:
-        """Sends bytes until the server has had enough; says how many."""
+        """Sends bytes until the server closes the connection, and returns their number."""
         num_bytes = 0
         try:
             async with asyncio.timeout(10):
@@ -171,10 +171,10 @@ class Server:
         return self.clients[-1]
 
     async def connect_slow_reader(self) -> Connection:
-        """One that takes few bytes before they are read."""
+        """Connects a client with a small receive buffer."""
         client = socket.socket()
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", self.port))  # the listener's backlog is enough
+        client.connect(("127.0.0.1", self.port))  # does not block: the listener's backlog has room
         self.clients.append(Connection(*await asyncio.open_connection(sock=client)))
         return self.clients[-1]
 
@@ -231,7 +231,7 @@ def run(
 
 
 def ends_with(data: bytes, status: int, code: str) -> None:
-    """A connection on which `data` is sent gets that refusal and is closed."""
+    """Sends `data` on a connection, and checks that it is refused so and closed."""
 
     async def talk(server: Server) -> None:
         connection = await server.connect()
@@ -279,7 +279,7 @@ def test_requests_follow_each_other_on_one_connection() -> None:
         CHUNKED + b"xyz\r\n",
     ],
 )
-def test_what_is_no_http_gets_the_error_body(data: bytes) -> None:
+def test_malformed_http_gets_the_error_body(data: bytes) -> None:
     ends_with(data, 400, "invalid_http")
 
 
@@ -360,7 +360,7 @@ def test_a_connection_without_a_request_is_closed_without_an_answer(sent: bytes)
 def test_an_answer_before_the_body_was_read_is_the_last_one(
     framing: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport, "LINGER_S", 60.0)  # the end is announced at once
+    monkeypatch.setattr(transport, "LINGER_S", 60.0)  # the writing side must be closed at once
 
     async def talk(server: Server) -> None:
         connection = await server.connect()
@@ -372,7 +372,7 @@ def test_an_answer_before_the_body_was_read_is_the_last_one(
     run(talk)
 
 
-def test_a_body_that_has_come_is_no_reason_to_close() -> None:
+def test_connection_stays_open_if_the_body_had_arrived() -> None:
     async def talk(server: Server) -> None:
         connection = await server.connect()
         await connection.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
@@ -383,8 +383,8 @@ def test_a_body_that_has_come_is_no_reason_to_close() -> None:
 
 
 @pytest.mark.parametrize(("path", "status"), [(b"/read", 100), (b"/", 413)])
-def test_a_body_is_asked_for_where_it_is_wanted(path: bytes, status: int) -> None:
-    """A client that expects 100 sends its body only then, and not where the answer is a refusal."""
+def test_100_continue_is_sent_only_if_the_body_is_read(path: bytes, status: int) -> None:
+    """A client that expects 100 sends its body only after it, and not after a refusal."""
 
     async def talk(server: Server) -> None:
         connection = await server.connect()
@@ -400,14 +400,14 @@ def test_a_body_is_asked_for_where_it_is_wanted(path: bytes, status: int) -> Non
     run(talk)
 
 
-def test_what_follows_an_early_answer_is_read_for_a_while_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_after_an_early_answer_are_read_for_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "LINGER_S", 0.5)
 
     async def talk(server: Server) -> None:
         connection = await server.connect()
         await connection.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
         num_bytes = await connection.flood()
-        assert LINGER_BYTES / 2 < num_bytes < LINGER_BYTES + 2**25  # and what fits into the kernel's buffers
+        assert LINGER_BYTES / 2 < num_bytes < LINGER_BYTES + 2**25  # plus the kernel's buffers
         await server.wait_until_unconnected()
 
     run(talk)
@@ -489,7 +489,7 @@ def test_a_refusal_waits_for_the_answers_before_it(
     run(talk, header_timeout_s=0.1)
 
 
-def test_what_follows_a_refusal_is_not_served() -> None:
+def test_requests_after_a_refused_one_are_not_served() -> None:
     async def talk(server: Server) -> None:
         connection = await server.connect()
         await connection.send(BEGIN)
@@ -507,7 +507,7 @@ def test_what_follows_a_refusal_is_not_served() -> None:
     run(talk)
 
 
-def test_what_follows_a_refusal_that_waits_is_not_even_read() -> None:
+def test_bytes_after_a_waiting_refusal_are_not_read() -> None:
     async def talk(server: Server) -> None:
         connection = await server.connect()
         await connection.send(BEGIN + b"no HTTP\r\n\r\n")
@@ -521,7 +521,7 @@ def test_what_follows_a_refusal_that_waits_is_not_even_read() -> None:
     run(talk)
 
 
-def test_a_refusal_behind_the_last_answer_of_a_connection_is_not_given() -> None:
+def test_no_refusal_is_sent_after_the_last_answer_of_a_connection() -> None:
     async def talk(server: Server) -> None:
         connection = await server.connect()
         await connection.send(GET.replace(b"/", b"/wait", 1) + b"\r\nno HTTP\r\n\r\n")
@@ -548,7 +548,7 @@ def test_a_malformed_body_ends_its_own_answer_that_has_begun() -> None:
     run(talk)
 
 
-def test_headers_have_their_time_once_the_answers_before_are_complete() -> None:
+def test_header_timeout_starts_after_the_answers_before() -> None:
     async def talk(server: Server) -> None:
         connection = await server.connect()
         await connection.send(BEGIN + GET)
@@ -562,7 +562,7 @@ def test_headers_have_their_time_once_the_answers_before_are_complete() -> None:
     run(talk, header_timeout_s=0.5)
 
 
-def test_a_client_that_leaves_is_noticed_though_it_sent_more_requests(
+def test_client_that_leaves_is_noticed_behind_pipelined_requests(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def talk(server: Server) -> None:
@@ -591,7 +591,7 @@ def test_a_client_that_leaves_is_noticed_though_it_sent_more_requests(
         (GET.replace(b"/", b"/watch", 1) + b"\r\n") * 3,
     ],
 )
-def test_no_timer_keeps_a_connection_that_was_lost(sent: bytes) -> None:
+def test_lost_connection_is_not_kept_by_a_timer(sent: bytes) -> None:
     async def talk(server: Server) -> None:
         connection = await server.connect_slow_reader()
         connection.stop_reading()
@@ -611,7 +611,7 @@ def test_no_timer_keeps_a_connection_that_was_lost(sent: bytes) -> None:
 
 @pytest.mark.parametrize("end", [b"", b"connection: close\r\n"])
 @pytest.mark.parametrize("path", [b"/big", b"/pieces"])
-def test_an_answer_that_is_not_read_is_cut(path: bytes, end: bytes, caplog: pytest.LogCaptureFixture) -> None:
+def test_unread_answer_is_cut_off(path: bytes, end: bytes, caplog: pytest.LogCaptureFixture) -> None:
     async def talk(server: Server) -> None:
         connection = await server.connect_slow_reader()
         await connection.send(GET.replace(b"/", path, 1) + end + b"\r\n")
@@ -627,7 +627,7 @@ def test_an_answer_that_is_not_read_is_cut(path: bytes, end: bytes, caplog: pyte
     assert caplog.text == ""
 
 
-def test_an_end_that_waits_for_a_few_bytes_to_be_read_is_cut_too() -> None:
+def test_closing_connection_with_few_unread_bytes_is_cut_off() -> None:
     async def talk(server: Server) -> None:
         server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # its connections inherit it
         connection = await server.connect_slow_reader()
@@ -639,13 +639,13 @@ def test_an_end_that_waits_for_a_few_bytes_to_be_read_is_cut_too() -> None:
 
 
 @pytest.mark.parametrize("path", [b"/big", b"/pieces"])
-def test_an_answer_that_is_read_slowly_arrives(path: bytes) -> None:
+def test_slowly_read_answer_arrives(path: bytes) -> None:
     async def talk(server: Server) -> None:
         connection = await server.connect_slow_reader()
         await connection.send(GET.replace(b"/", path, 1) + b"\r\n")
         await connection.head()
         for _ in range(10):
-            await connection.read(2**17)  # far less than the kernel asks for at a time
+            await connection.read(2**17)  # far less than the kernel requests at a time
             await asyncio.sleep(0.2)
         await connection.read(BIG - 10 * 2**17)
         assert await connection.is_open()
@@ -653,7 +653,7 @@ def test_an_answer_that_is_read_slowly_arrives(path: bytes) -> None:
     run(talk, unread_timeout_s=1.0)
 
 
-def test_an_early_answer_that_is_read_slowly_arrives_though_the_client_sends_on(
+def test_slowly_read_early_answer_arrives_while_the_client_sends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(transport, "LINGER_S", 0.1)
@@ -672,7 +672,7 @@ def test_an_early_answer_that_is_read_slowly_arrives_though_the_client_sends_on(
     run(talk)
 
 
-def test_an_answer_that_is_cancelled_half_way_ends_its_connection_without_a_complaint(
+def test_cancelled_answer_closes_its_connection_and_logs_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def talk(server: Server) -> None:
@@ -700,7 +700,7 @@ def test_a_draining_server_closes_after_every_answer() -> None:
     run(talk)
 
 
-def test_an_upgrade_that_is_not_served_is_answered_as_if_not_asked(caplog: pytest.LogCaptureFixture) -> None:
+def test_upgrade_request_is_answered_over_http_1(caplog: pytest.LogCaptureFixture) -> None:
     async def talk(server: Server) -> None:
         connection = await server.connect()
         for name in (b"h2c", b"websocket"):
@@ -715,7 +715,7 @@ def test_an_upgrade_that_is_not_served_is_answered_as_if_not_asked(caplog: pytes
 
 
 UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nUpGrade: h2c\r\n"
-BODY = b"a\r\nupgrade: x\r\n\r\n"  # looks like the header, and must not be touched
+BODY = b"a\r\nupgrade: x\r\n\r\n"  # looks like the header, but must not be changed
 
 
 @pytest.mark.parametrize(
@@ -726,7 +726,7 @@ BODY = b"a\r\nupgrade: x\r\n\r\n"  # looks like the header, and must not be touc
         % (BODY[:5], len(BODY) - 5, BODY[5:]),
     ],
 )
-def test_an_upgrade_is_ignored_however_the_request_is_cut(framed: bytes) -> None:
+def test_upgrade_is_ignored_wherever_the_request_is_split(framed: bytes) -> None:
     request = POST + UPGRADE + framed
 
     async def talk(server: Server) -> None:
@@ -746,7 +746,7 @@ def test_an_upgrade_is_ignored_however_the_request_is_cut(framed: bytes) -> None
 
 
 @pytest.mark.parametrize("before", [b"", UPGRADE])
-def test_what_follows_a_request_that_is_the_last_one_is_no_error(before: bytes) -> None:
+def test_bytes_after_the_last_request_are_no_error(before: bytes) -> None:
     async def talk(server: Server) -> None:
         connection = await server.connect()
         await connection.send(POST + before + b"content-length: 1\r\n\r\nx")
@@ -759,7 +759,7 @@ def test_what_follows_a_request_that_is_the_last_one_is_no_error(before: bytes) 
     run(talk)
 
 
-def test_upgrades_that_follow_each_other_in_one_read_are_ignored() -> None:
+def test_several_upgrades_in_one_read_are_ignored() -> None:
     async def talk(server: Server) -> None:
         connection = await server.connect()
         framed = b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY)

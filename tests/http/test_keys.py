@@ -19,14 +19,14 @@ Serve = Callable[..., Service]
 
 @pytest.fixture
 def locked(serve: Serve, settings: Settings) -> Service:
-    """The app, which needs a key."""
+    """The app with API keys."""
     return serve(only(settings, **KEYS))
 
 
 @pytest.mark.parametrize(
     "authorization", ["Bearer sk-first", "Bearer sk-second", "bearer sk-first", "BEARER   sk-first "]
 )
-def test_every_key_opens(authorization: str, locked: Service) -> None:
+def test_every_key_is_accepted(authorization: str, locked: Service) -> None:
     assert locked.embed(encode_image(), authorization=authorization).status_code == 200
     assert locked.get("/info", headers={"authorization": authorization}).status_code == 200
 
@@ -49,7 +49,7 @@ def test_every_key_opens(authorization: str, locked: Service) -> None:
         "Bearer é",
     ],
 )
-def test_all_else_is_401(authorization: str, locked: Service) -> None:
+def test_other_authorization_is_401(authorization: str, locked: Service) -> None:
     headers = {"content-type": "image/png", "authorization": authorization.encode("latin-1")}
     response = locked.request("POST", "/embed", content=encode_image(), headers=headers)
     assert error_of(response) == (401, "invalid_api_key", None)
@@ -60,7 +60,7 @@ def test_all_else_is_401(authorization: str, locked: Service) -> None:
     assert locked.metric("requests_total", route="/embed", status="401") == 1
 
 
-def test_a_401_has_the_headers_of_every_answer(locked: Service) -> None:
+def test_401_has_the_common_headers(locked: Service) -> None:
     response = locked.embed(encode_image(), x_request_id="mine")
     assert response.headers["x-request-id"] == "mine"
     assert response.headers["cache-control"] == "no-store"
@@ -70,7 +70,7 @@ def test_a_401_has_the_headers_of_every_answer(locked: Service) -> None:
     assert "Authorization: Bearer" in message_of(response)
 
 
-def test_two_keys_at_once_are_none(locked: Service) -> None:
+def test_two_authorization_headers_are_refused(locked: Service) -> None:
     headers = [("authorization", "Bearer sk-first"), ("authorization", "Bearer sk-second")]
     assert locked.get("/info", headers=httpx.Headers(headers)).status_code == 401
 
@@ -84,7 +84,7 @@ def test_a_body_is_not_read_without_a_key(locked: Service) -> None:
     assert error_of(response) == (401, "invalid_api_key", None)
 
 
-def test_probes_metrics_and_docs_need_none_and_all_else_does(locked: Service) -> None:
+def test_only_probes_metrics_and_docs_need_no_key(locked: Service) -> None:
     assert {*probes.PATHS, "/metrics", "/docs", "/openapi.json"} < set(OPEN_PATHS)
     for path in OPEN_PATHS:
         assert locked.get(path).status_code == 200
@@ -95,7 +95,7 @@ def test_probes_metrics_and_docs_need_none_and_all_else_does(locked: Service) ->
             assert locked.request(method, f"http://sidecar{path}").status_code == 401, path
 
 
-def test_without_keys_none_is_needed(service: Service) -> None:
+def test_without_keys_in_the_settings_no_key_is_needed(service: Service) -> None:
     assert service.embed(encode_image(), authorization="Bearer x").status_code == 200
     schema = service.get("/openapi.json").json()
     assert "securitySchemes" not in schema["components"]

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import re
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,7 +110,31 @@ def test_every_answer_has_the_fixed_headers(app: ASGIApp) -> None:
     assert re.search(r"total;dur=\d+\.\d\d$", headers["server-timing"])
 
 
-def test_stages_are_told_in_milliseconds() -> None:
+def test_the_scope_gets_one_object_and_no_cycle() -> None:
+    done = run(fine)
+    added = set(done.scope) - {"type", "method", "path", "headers", "route"}
+    assert added == {"vision_sidecar.context"}
+    context = context_of(done.scope)
+    assert (context.status, context.response_has_begun, context.error_code) == (200, True, None)
+    assert done.scope not in gc.get_referents(context)
+
+
+@pytest.mark.usefixtures("no_collection")
+def test_a_request_is_freed_without_garbage_collection() -> None:
+    class Body:
+        """An object that the scope refers to."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["body"] = bodies.pop()
+        raise BadRequest("no", code="invalid_image")
+
+    bodies = [Body()]
+    body = weakref.ref(bodies[0])
+    run(app)
+    assert body() is None
+
+
+def test_stages_are_in_milliseconds() -> None:
     assert run(fine).headers["server-timing"].startswith("read;dur=1.50, total;dur=")
 
 
@@ -118,7 +144,7 @@ def test_the_callers_request_id_comes_back(sent: str) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"a b", b"x" * 129, b"a\r\nb: c", b"a\n", b"\xff", b"a/b"])
-def test_an_id_of_another_form_is_replaced(sent: bytes) -> None:
+def test_invalid_request_id_is_replaced(sent: bytes) -> None:
     assert re.fullmatch(r"[0-9a-f]{32}", run(fine, headers=[(b"x-request-id", sent)]).headers["x-request-id"])
 
 
@@ -137,14 +163,14 @@ def test_an_api_error_becomes_the_error_body() -> None:
     assert done.metric("requests_total", route="/embed", status="400") == 1
 
 
-def test_an_error_with_any_text_can_be_sent() -> None:
+def test_errors_may_hold_any_text() -> None:
     done = run(raising(BadRequest("\ud800", code="invalid_option", param="\udfff\n")))
     assert done.status == 400
     assert (done.error["message"], done.error["param"]) == ("\ud800", "\udfff\n")
     assert done.sent[1]["body"].isascii()
 
 
-def test_an_unexpected_error_is_logged_with_the_id_and_kept_from_the_caller(
+def test_unexpected_error_is_logged_with_the_id_and_hidden_from_the_caller(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     done = run(raising(OSError("/secret/path")), headers=[(b"x-request-id", b"id-7")])
@@ -203,7 +229,7 @@ def test_the_cause_of_an_error_is_in_the_log(caplog: pytest.LogCaptureFixture) -
     assert b"odd shape" not in done.sent[1]["body"]
 
 
-def test_what_is_answered_2xx_is_timed_to_the_last_byte() -> None:
+def test_only_2xx_answers_are_timed() -> None:
     done = run(fine)
     assert done.metric("requests_total", route="/embed", status="200") == 1
     assert done.metric("request_duration_seconds_count", route="/embed") == 1
@@ -213,7 +239,7 @@ def test_what_is_answered_2xx_is_timed_to_the_last_byte() -> None:
     assert refused.metric("request_duration_seconds_count", route="/embed") == 0
 
 
-def test_a_caller_who_left_is_counted_and_gets_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_of_a_caller_that_left_is_counted_as_499(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "service")
     done = run(raising(ClientDisconnect()), headers=[(b"x-request-id", b"id-7")])
     assert done.sent == []
@@ -238,7 +264,7 @@ def test_a_path_without_a_route_is_counted_as_other() -> None:
     assert done.metric("requests_total", route="other", status="200") == 1
 
 
-def test_what_is_answered_before_the_router_is_counted_by_its_path() -> None:
+def test_answer_given_before_the_router_is_counted_by_its_path() -> None:
     done = Run(raising(Unauthorized("no")))
     del done.scope["route"]
     asyncio.run(done.call())
@@ -258,7 +284,7 @@ def test_requests_in_flight_go_up_and_down() -> None:
     assert (seen, done.metric("requests_in_flight")) == ([1], 0)
 
 
-def test_head_is_a_get_without_its_body() -> None:
+def test_head_is_answered_like_get_without_the_body() -> None:
     methods = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -271,7 +297,7 @@ def test_head_is_a_get_without_its_body() -> None:
     assert b"".join(message["body"] for message in done.sent[1:]) == b""
 
 
-def test_a_request_cut_off_by_the_end_of_the_server_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_request_cut_off_at_shutdown_is_answered_503(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "service")
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -290,7 +316,7 @@ def test_a_request_cut_off_by_the_end_of_the_server_is_told_so(caplog: pytest.Lo
     assert ["503 draining" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_an_error_after_the_answer_began_cuts_the_connection() -> None:
+def test_error_after_the_answer_began_is_raised_to_the_server() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ValueError("late")
@@ -301,7 +327,7 @@ def test_an_error_after_the_answer_began_cuts_the_connection() -> None:
     assert len(done.sent) == 1
 
 
-def test_what_is_no_http_passes_through() -> None:
+def test_other_scopes_than_requests_pass_through() -> None:
     seen = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""The ends of connections that no client of a real server shows. `test_protocol` has those that one does."""
+"""The end of connections, in cases that no client of a real server can cause."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from service.http.transport import LINGER_S, LingeringTransport, UnreadWatch
 from tests.support.clock import SkippingLoop, skip
 
 TIMEOUT_S = 6.0
-LOOK_S = 1.0  # how often it is looked
+CHECK_S = 1.0  # between two checks of a watch
 
 
 class FakeTransport(asyncio.Transport):
-    """A connection; `num_waiting` are bytes that the kernel has not taken. Notes what it is asked."""
+    """A connection that records its calls. `num_waiting` bytes are not in the kernel yet."""
 
     def __init__(self, end: socket.socket) -> None:
         super().__init__()
@@ -71,13 +71,13 @@ def run(talk: Callable[[], Coroutine[None, None, None]]) -> None:
 
 
 def lingering(fake: FakeTransport) -> LingeringTransport:
-    """Of a client that is still sending, once it is closed."""
+    """A closed connection whose client is still sending."""
     transport = LingeringTransport(fake, asyncio.Protocol(), UnreadWatch(fake, TIMEOUT_S), lambda: True)
     transport.close()
     return transport
 
 
-def test_however_often_a_watch_is_started_it_looks_once_at_a_time(fake: FakeTransport) -> None:
+def test_restarted_watch_keeps_a_single_timer(fake: FakeTransport) -> None:
     async def talk() -> None:
         watch = UnreadWatch(fake, TIMEOUT_S)
         fake.num_waiting = 10
@@ -86,7 +86,7 @@ def test_however_often_a_watch_is_started_it_looks_once_at_a_time(fake: FakeTran
             for _ in range(starts):
                 watch.start()
             before = fake.num_looks
-            await skip(LOOK_S)
+            await skip(CHECK_S)
             looks.append(fake.num_looks - before)
         assert looks[0] == looks[1] > 0
         watch.stop()
@@ -97,22 +97,22 @@ def test_however_often_a_watch_is_started_it_looks_once_at_a_time(fake: FakeTran
     run(talk)
 
 
-def test_time_begins_anew_when_a_watch_is_started_again(fake: FakeTransport) -> None:
+def test_restarting_a_watch_restarts_its_time_limit(fake: FakeTransport) -> None:
     async def talk() -> None:
         watch = UnreadWatch(fake, TIMEOUT_S)
         fake.num_waiting = 10
         for _ in range(2):
             watch.start()
             for _ in range(5):
-                await skip(LOOK_S)
+                await skip(CHECK_S)
             assert fake.calls == []
-        await skip(LOOK_S)
+        await skip(CHECK_S)
         assert fake.calls == ["abort"]
 
     run(talk)
 
 
-def test_nothing_is_written_behind_the_last_answer(fake: FakeTransport) -> None:
+def test_nothing_is_written_after_close(fake: FakeTransport) -> None:
     async def talk() -> None:
         transport = lingering(fake)
         assert transport.is_closing()
@@ -125,7 +125,7 @@ def test_nothing_is_written_behind_the_last_answer(fake: FakeTransport) -> None:
     run(talk)
 
 
-def test_a_connection_that_is_lost_meanwhile_is_not_closed_later(fake: FakeTransport) -> None:
+def test_connection_lost_while_lingering_is_not_closed_later(fake: FakeTransport) -> None:
     async def talk() -> None:
         lingering(fake)
         assert isinstance(fake.protocol, asyncio.Protocol)

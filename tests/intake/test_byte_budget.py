@@ -6,7 +6,7 @@ from service.errors import TooManyRequests
 from service.intake.byte_budget import ByteBudget
 
 
-def test_permits_share_the_budget_and_give_it_back() -> None:
+def test_permits_share_the_budget_and_release_it() -> None:
     budget = ByteBudget(10)
     with budget.permit(4) as first, budget.permit(6) as second:
         first.add(4)
@@ -22,21 +22,21 @@ def test_permits_share_the_budget_and_give_it_back() -> None:
     assert budget.held_bytes == 0
 
 
-def test_bytes_that_were_only_announced_take_no_room_of_others() -> None:
+def test_announced_bytes_take_no_room_from_others() -> None:
     budget = ByteBudget(10)
     with budget.permit(10), budget.permit(10) as other:
         other.add(10)
         assert budget.held_bytes == 10
 
 
-def test_a_refusal_says_when_to_come_again() -> None:
+def test_a_refusal_says_when_to_retry() -> None:
     with pytest.raises(TooManyRequests) as caught, ByteBudget(3).permit(4):
         pass
     assert (caught.value.status, caught.value.code) == (429, "too_many_bytes")
     assert caught.value.headers() == {"Retry-After": "1"}
 
 
-def test_what_was_refused_is_not_held() -> None:
+def test_refused_bytes_are_not_held() -> None:
     budget = ByteBudget(10)
     with budget.permit(3) as permit:
         permit.add(8)
@@ -47,7 +47,7 @@ def test_what_was_refused_is_not_held() -> None:
     assert budget.held_bytes == 0
 
 
-def test_an_error_gives_everything_back() -> None:
+def test_error_releases_the_permit() -> None:
     budget = ByteBudget(10)
 
     def fail() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from service.errors import ApiError, UnsupportedMedia
 from service.fetching.image_urls import ImageUrl
-from service.intake.body import read_openai_body
+from service.intake.body import openai_reader, read_body
 from service.intake.content_type import parse_content_type
 from service.intake.embed_body import EmbedBody
 from service.intake.openai_body import ServedModel
@@ -23,11 +23,8 @@ IMAGE = base64.b64decode(PIXEL)
 
 def read(document: Any, content_type: str | None = "application/json") -> EmbedBody:
     body = document if isinstance(document, bytes) else json.dumps(document).encode()
-    return asyncio.run(
-        read_openai_body(
-            parse_content_type(content_type), None, stream([body]), LIMITS, run_inline, served=SERVED
-        )
-    )
+    reader = openai_reader(parse_content_type(content_type), LIMITS, SERVED)
+    return asyncio.run(read_body(reader, stream([body]), LIMITS, run_inline))
 
 
 def refusal(document: Any) -> tuple[int, str, str | None]:
@@ -192,9 +189,6 @@ def test_large_document_is_parsed_off_the_event_loop() -> None:
         return fn(*args)
 
     body = json.dumps({"input": PIXEL, "user": "x" * 2**17}).encode()
-    asyncio.run(
-        read_openai_body(
-            parse_content_type("application/json"), None, stream([body]), LIMITS, run_blocking, served=SERVED
-        )
-    )
+    reader = openai_reader(parse_content_type("application/json"), LIMITS, SERVED)
+    asyncio.run(read_body(reader, stream([body]), LIMITS, run_blocking))
     assert calls == ["parse_openai_body"]

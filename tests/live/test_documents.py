@@ -1,4 +1,4 @@
-"""The commands and the Python of the documents, run as they stand there, and what they answer."""
+"""The commands and the Python in the documents are run as they stand, and their output is checked."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.app import encode_image
 from tests.support.project import DOCUMENTS, ROOT
 
 SIDECAR, LLM = "localhost:8080", "localhost:8000"
-FILES = {"photo.jpg": 1, "one.jpg": 2, "two.png": 3}  # and the seed of their noise
+FILES = {"photo.jpg": 1, "one.jpg": 2, "two.png": 3}  # name → seed of its noise
 CHAT = {
     "id": "1",
     "object": "chat.completion",
@@ -43,21 +43,21 @@ def folder(tmp_path: Path) -> Path:
 
 
 def commands(*documents: Path) -> list[str]:
-    """The commands that send a request to us, each with the lines that it goes on over."""
+    """The commands that send a request to the server, each with its continuation lines."""
     pattern = re.compile(r"^    ((?:curl |\().*(?:(?<=[\\|])\n.*)*)$", re.MULTILINE)
     found = [command for document in documents for command in pattern.findall(document.read_text())]
     return [command for command in found if SIDECAR in command]
 
 
 def programs() -> list[str]:
-    """Python that stands alone: indented blocks that begin with an import."""
+    """The Python programs: indented blocks that begin with an import."""
     pattern = re.compile(r"^(    (?:import|from) .*\n(?:    .*\n|\n(?=    ))*)", re.MULTILINE)
     blocks = [block for document in DOCUMENTS for block in pattern.findall(document.read_text())]
     return [re.sub(r"^    ", "", block, flags=re.MULTILINE) for block in blocks]
 
 
 def run_command(command: str, url: str, folder: Path) -> bytes:
-    """What curl received, on standard output or in the file that the command names."""
+    """The body that curl received, on standard output or in the file that the command names."""
     script = 'curl() { command curl --silent --show-error --fail "$@"; }\n' + command
     done = subprocess.run(
         ["sh", "-c", script.replace(SIDECAR, url)], cwd=folder, capture_output=True, timeout=60
@@ -78,7 +78,7 @@ def decode(command: str, body: bytes) -> list[torch.Tensor]:
 
 
 def expected(command: str, url: str) -> list[torch.Tensor]:
-    """The embeddings of the files in the command, in float32 and all in one request, as the command's are."""
+    """The embeddings of the command's files in float32, requested together as in the command."""
     options = {"encoding_format": "base64", "normalize": "false" if "normalize=false" in command else "true"}
     if "pooling=none" in command or "vllm" in command:
         options["pooling"], options["normalize"] = "none", "false"
@@ -113,12 +113,12 @@ def test_the_readme_has_a_command_for_each_form() -> None:
 
 
 class FakeLLM(BaseHTTPRequestHandler):
-    """Stands in for vLLM: takes the content parts of a message apart by its rules."""
+    """Stands in for vLLM: parses the content parts of a message by its rules."""
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
         *parts, question = request["messages"][0]["content"]
-        # What is missing here is `token_width`, which vLLM has from its own configuration: the demo's.
+        # The `token_width` of the demo model: vLLM knows it from its own configuration.
         [tokens] = from_vllm(json.dumps({"content": parts, "token_width": 384}).encode())
         body = json.dumps(CHAT).encode() if question["type"] == "text" and len(tokens) else b"{}"
         self.send_response(200)
@@ -128,7 +128,7 @@ class FakeLLM(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 @pytest.fixture

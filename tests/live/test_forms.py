@@ -1,4 +1,4 @@
-"""One image in every form out, and the same vectors in each, to the bit where the dtype allows."""
+"""Every format of an answer holds the same vectors, to the bit where the dtype allows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The official client, unchanged, against a server."""
+"""The official client, unchanged, against a running server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def from_embed(server_url: str, image: bytes) -> list[float]:
 
 
 def equal(one: list[float], other: list[float]) -> bool:
-    """To the bit, in float32."""
+    """The vectors are equal to the bit, in float32."""
     return np.array_equal(np.array(one, np.float32), np.array(other, np.float32))
 
 
@@ -67,7 +67,7 @@ def test_lists_come_back_in_order(items: Any, client: OpenAI, server_url: str) -
         np.testing.assert_allclose(entry.embedding, from_embed(server_url, image), atol=1e-5)
 
 
-def test_text_is_a_bad_request_that_says_so(client: OpenAI) -> None:
+def test_text_is_refused_with_a_clear_message(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.embeddings.create(model="demo", input=["A cat on a mat."])
     error = caught.value

@@ -1,4 +1,4 @@
-"""Answers in every form, read as a client reads them."""
+"""Reads answers of every format, as a client would."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def from_safetensors(body: bytes) -> list[torch.Tensor]:
 
 
 def safetensors_metadata(body: bytes) -> dict[str, str]:
-    """As the file format has it: eight bytes of length, then JSON."""
+    """The header of the file: eight bytes of length, then JSON."""
     length = int.from_bytes(body[:8], "little")
     metadata: dict[str, str] = json.loads(body[8 : 8 + length])["__metadata__"]
     return metadata
@@ -52,7 +52,7 @@ def from_npy(body: bytes) -> torch.Tensor:
 
 
 def from_vllm(body: bytes) -> list[torch.Tensor]:
-    """The tokens of each content part, by the rules that vLLM documents. Fails where one is broken."""
+    """The tokens of each content part. Fails unless it follows the rules that vLLM documents."""
     document = json.loads(body)
     parts = document["content"]
     assert len({tuple(sorted(part)) for part in parts}) == 1, "the parts of a message have the same members"
@@ -72,7 +72,7 @@ def _from_part(part: dict[str, Any], token_width: int) -> torch.Tensor:
 
 
 def file_tensor(data: bytes) -> torch.Tensor:
-    """A `.npy` file or one of `torch.save`, with nothing in it that could run."""
+    """Loads a file of `.npy` or of `torch.save`, without running any code in it."""
     if data.startswith(b"\x93NUMPY"):
         return from_npy(data)
     tensor = torch.load(io.BytesIO(data), weights_only=True)
@@ -81,7 +81,7 @@ def file_tensor(data: bytes) -> torch.Tensor:
 
 
 def error_of(response: httpx.Response) -> tuple[int, str, str | None]:
-    """Status, code and param of an answer that must have the one error body."""
+    """Status, code and param of an error. Fails unless the answer has the error body."""
     error = ErrorResponse.model_validate_json(response.content).error
     assert response.headers["content-type"] == "application/json"
     assert response.headers["x-request-id"]

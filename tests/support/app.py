@@ -50,7 +50,7 @@ FINGERPRINT = "f" * 64
 
 @dataclass
 class FakeGraphs:
-    """Stands in for `EncoderCudaGraphManager`, as far as it is asked for facts."""
+    """Stands in for `EncoderCudaGraphManager`: its facts only."""
 
     graphs: Mapping[int, object] = field(default_factory=dict)  # by budget
     max_images: int = 16
@@ -59,7 +59,7 @@ class FakeGraphs:
 
 
 class FakeRunning:
-    """A batch that was launched; `finish` is called by who waits for it."""
+    """A batch that was launched. Waiting for it calls `finish`."""
 
     def __init__(self, finish: Callable[[], BatchResult]) -> None:
         self._finish = finish
@@ -100,7 +100,7 @@ class FakeEncoder:
         self._fail = fail
 
     def check_device(self) -> None:
-        """A device that works."""
+        """The device is healthy."""
 
     def launch(self, items: Sequence[EncodeItem]) -> FakeRunning:
         started = time.perf_counter()
@@ -130,7 +130,7 @@ class FakeEncoder:
 def fake_replicas(
     *encoders: FakeEncoder, load: Callable[[], object] = lambda: None, name: str = "fake"
 ) -> ReplicaGroup:
-    """Replicas of those encoders; `load` runs in each one's thread before it is loaded."""
+    """Replicas with these encoders. `load` runs in the thread of each replica before it is loaded."""
 
     def load_fake(encoder: FakeEncoder) -> Any:
         load()
@@ -143,7 +143,7 @@ def fake_replicas(
 
 
 def known_embedding(patches: Patches, output: OutputSpec) -> torch.Tensor:
-    """What the fake encoder answers for one image."""
+    """The embedding that the fake encoder has for one image."""
     means = patches.pixels.reshape(patches.num_tokens, -1).float().mean(dim=1)  # [tokens]
     columns = torch.arange(1, HIDDEN_SIZE * (1 + NUM_DEEPSTACK) + 1)
     tokens = means[:, None] * columns  # [tokens, width]
@@ -155,7 +155,7 @@ def known_embedding(patches: Patches, output: OutputSpec) -> torch.Tensor:
 
 
 def encode_image(height: int = 64, width: int = 96, *, format: str = "PNG", seed: int = 0) -> bytes:
-    """The bytes of a file with an image of noise."""
+    """The bytes of an image file of noise."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, format)
@@ -163,7 +163,7 @@ def encode_image(height: int = 64, width: int = 96, *, format: str = "PNG", seed
 
 
 class Service:
-    """The app under test, with what it was made of. Its event loop runs while a request does."""
+    """The app under test and its parts. Its event loop runs only while a request does."""
 
     def __init__(self, app: FastAPI, registry: CollectorRegistry, *encoders: FakeEncoder) -> None:
         self.app = app
@@ -200,7 +200,7 @@ class Service:
         return self.request("POST", f"/embed{query}", content=image, headers=headers)
 
     def embed_form(self, *images: bytes, query: str = "", **options: str) -> httpx.Response:
-        """Posts several images, and options as parts."""
+        """Posts a form with several images, and with options as parts."""
         files = [("image", (f"{i}.png", image, "image/png")) for i, image in enumerate(images)]
         return self.request("POST", f"/embed{query}", files=files, data=options)
 
@@ -217,5 +217,5 @@ class Service:
 
 
 def only(settings: Settings, **changes: object) -> Settings:
-    """Settings with some of them changed, checked again."""
+    """A copy of the settings with some changed, validated again."""
     return Settings.model_validate(settings.model_dump(exclude_unset=True) | changes)

@@ -1,4 +1,4 @@
-"""Bodies of `POST /embed` for tests, and a way to read them."""
+"""Bodies of `POST /embed`, and a function that reads them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TypeVar, TypeVarTuple
 
-from service.intake.body import read_embed_body
+from service.intake.body import embed_reader, read_body
 from service.intake.content_type import parse_content_type
 from service.intake.embed_body import BodyLimits, EmbedBody
 
@@ -28,15 +28,10 @@ async def stream(chunks: Iterable[bytes]) -> AsyncIterator[bytes]:
         yield chunk
 
 
-def read(
-    content_type: str | None,
-    *chunks: bytes,
-    content_length: str | None = None,
-    limits: BodyLimits = LIMITS,
-) -> EmbedBody:
-    """Reads a body that arrives in these chunks."""
-    parsed = parse_content_type(content_type)
-    return asyncio.run(read_embed_body(parsed, content_length, stream(chunks), limits, run_inline))
+def read(content_type: str | None, *chunks: bytes, limits: BodyLimits = LIMITS) -> EmbedBody:
+    """Reads a body of `/embed` that arrives in these chunks."""
+    reader = embed_reader(parse_content_type(content_type), limits)
+    return asyncio.run(read_body(reader, stream(chunks), limits, run_inline))
 
 
 def part(headers: bytes, data: bytes) -> bytes:

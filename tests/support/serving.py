@@ -1,4 +1,4 @@
-"""The app with fake encoders behind real sockets: uvicorn with our end, in a thread of this process."""
+"""The app with fake encoders behind real sockets: our server in a thread of this process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLAIN = "?normalize=false"  # the fake encoder's normalized vectors are all the 
 
 
 class HeldUpload:
-    """A request whose body does not end, so that the server has something to wait for until it leaves."""
+    """A request whose body does not end. The server waits for it until it leaves."""
 
     def __init__(self, port: int) -> None:
         request = request_of(1)
@@ -54,7 +54,7 @@ class Served:
         self._server = Server(self._app, settings)
         self._listener = listen("127.0.0.1", 0)
         self.port: int = self._listener.getsockname()[1]
-        self.left_tasks: set[asyncio.Task[object]] | None = None  # when the server has ended
+        self.left_tasks: set[asyncio.Task[object]] | None = None  # once the server has ended
         self._told_to_stop = False
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -65,14 +65,14 @@ class Served:
 
     async def _serve(self) -> None:
         await self._server.serve([self._listener])
-        await asyncio.sleep(0)  # what was cancelled ends
+        await asyncio.sleep(0)  # lets cancelled tasks end
         self.left_tasks = asyncio.all_tasks() - {asyncio.current_task()}
 
     def wait_for(self, state: State) -> None:
         eventually(lambda: self.engine.state is state)
 
     def stop(self) -> None:
-        """As a first signal would; a second one would end the tests."""
+        """Stops the server as a first signal would. A second signal would end the tests."""
         if not self._told_to_stop:
             self._told_to_stop = True
             self._server.handle_exit(signal.SIGTERM, None)
@@ -93,7 +93,7 @@ class Served:
         eventually(lambda: self.engine.batcher.waiting_images == num_images)
 
     def check_settled(self, num_sent: int) -> dict[int, int]:
-        """Every request has been counted once, and nothing of any is left. Returns how many by status."""
+        """Checks that each request was counted once and left nothing behind. Returns counts by status."""
         eventually(lambda: sum(self.scrape().statuses().values()) >= num_sent)
         eventually(lambda: self.engine.is_idle)
         scrape = self.scrape()
@@ -120,7 +120,7 @@ class Served:
 
 
 def gray(level: int, height: int = 64, width: int = 64) -> bytes:
-    """An image whose embedding says which one it was."""
+    """An image that its embedding identifies."""
     return png(np.full((height, width, 3), level, dtype=np.uint8))
 
 
@@ -130,10 +130,10 @@ def request_of(*levels: int) -> bytes:
 
 
 def embeddings_of(*levels: int) -> list[list[float]]:
-    """What such a request is answered with."""
+    """The embeddings of such a request."""
     return [[float(level * (column + 1)) for column in range(HIDDEN_SIZE)] for level in levels]
 
 
 async def call_all(port: int, requests: Sequence[Sequence[int]]) -> list[Answer]:
-    """Sends requests for gray images at once."""
+    """Sends requests for gray images concurrently."""
     return list(await asyncio.gather(*(call(port, request_of(*levels)) for levels in requests)))

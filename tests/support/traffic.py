@@ -1,4 +1,4 @@
-"""Callers on sockets of their own, who stay for their answer or leave, and what the metrics say then."""
+"""Callers on their own sockets, which wait for their answer or leave early; and samples of the metrics."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-GAUGES_AT_REST = ("queue_images", "queue_tokens", "inflight_bytes")  # 0 once nothing is asked for
+GAUGES_AT_REST = ("queue_images", "queue_tokens", "inflight_bytes")  # 0 without requests
 
 
 class NoAnswer(Exception):
-    """The server closed the connection without one."""
+    """The server closed the connection without an answer."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one caller got."""
+    """The answer that one caller got."""
 
     status: int
     headers: httpx.Headers
@@ -32,7 +32,7 @@ class Answer:
 
     @property
     def code(self) -> str | None:
-        """Of the error, if it is one."""
+        """The code of the error, if the answer is one."""
         return None if self.status == 200 else self.body["error"]["code"]
 
     @property
@@ -41,14 +41,14 @@ class Answer:
 
 
 def png(pixels: npt.NDArray[np.uint8]) -> bytes:
-    """A file of an array [height, width, 3]."""
+    """A PNG file of an array [height, width, 3]."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG", compress_level=1)
     return file.getvalue()
 
 
 def post(*images: bytes, query: str = "") -> bytes:
-    """The bytes of a request for one image as it is, or for several in a form."""
+    """The bytes of a request with one image as its body, or with several in a form."""
     if len(images) == 1:
         headers = {"content-type": "application/octet-stream"}
         request = httpx.Request("POST", f"http://sidecar/embed{query}", content=images[0], headers=headers)
@@ -67,7 +67,7 @@ def as_bytes(request: httpx.Request) -> bytes:
 
 
 async def call(port: int, request: bytes) -> Answer:
-    """Sends a request and reads until the server closes. Anything but one whole answer fails."""
+    """Sends a request and reads until the server closes. Fails unless that is one complete answer."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(request)
@@ -87,7 +87,7 @@ async def call(port: int, request: bytes) -> Answer:
 
 
 async def leave(port: int, request: bytes, *, num_bytes: int, wait_s: float, reset: bool) -> None:
-    """Sends a part of a request, its headers at least, or all of it, and is gone a moment later."""
+    """Sends the headers of a request, and of its body up to `num_bytes` in all. Leaves after `wait_s`."""
     _, writer = await asyncio.open_connection("127.0.0.1", port)
     num_head_bytes = request.index(b"\r\n\r\n") + 4
     writer.write(request[: max(num_bytes, num_head_bytes)])
@@ -102,20 +102,20 @@ async def leave(port: int, request: bytes, *, num_bytes: int, wait_s: float, res
 
 
 class Scrape:
-    """The samples of one look at `/metrics`, without our prefix."""
+    """The samples of one scrape of `/metrics`, without our prefix."""
 
     def __init__(self, text: str) -> None:
         lines = re.findall(r"^(?:vision_sidecar_)?(\w+)(?:\{(.*)\})? (\S+)$", text, re.MULTILINE)
         self.samples = [(name, labels, float(value)) for name, labels, value in lines]
 
     def total(self, name: str, labels: str = "") -> float:
-        """The sum of a metric's series whose labels hold that text."""
+        """The sum over the series of a metric whose labels contain `labels`."""
         values = [value for found, given, value in self.samples if found == name and labels in given]
         assert values, f"no sample {name} {labels}"
         return sum(values)
 
     def statuses(self) -> dict[int, int]:
-        """How many requests to `/embed` ended with each status."""
+        """The number of requests to `/embed` by status."""
         found = [
             (labels, value)
             for name, labels, value in self.samples
@@ -124,7 +124,7 @@ class Scrape:
         return {int(re.findall(r'status="(\d+)"', labels)[0]): int(value) for labels, value in found}
 
     def check_at_rest(self) -> None:
-        """Nothing waits, and every image that was encoded was either a hit or a miss."""
+        """Checks that nothing waits, and that every encoded image was a hit or a miss."""
         assert {name: self.total(name) for name in GAUGES_AT_REST} == dict.fromkeys(GAUGES_AT_REST, 0)
         run = self.total("encoder_cudagraph_hits_total") + self.total("encoder_cudagraph_misses_total")
         assert self.total("images_total") == self.total("batch_images_sum") == run
