@@ -82,6 +82,7 @@ def serve(argv: Sequence[str]) -> int:
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
     """Ends the process wherever it is. An exception may get lost in a callback of an import."""
+    logging.shutdown()
     os._exit(0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ import httpx
 import pytest
 
 from service.__main__ import address, listen, main
+from tests.support import forkserver
 from tests.support.app import encode_image
 from tests.support.process import Process, SlowReader, SlowUpload, wait_for_metric, wait_until_unready
 from tests.support.project import ROOT
@@ -70,7 +72,33 @@ def test_serves_and_stops_with_0_after_what_was_in_flight(start: Callable[..., P
     assert process.exit_code() == 0
     assert all(LINE.fullmatch(line) for line in process.log), process.log
     assert any("random" in line for line in process.log)
+    assert process.log[-1].endswith(": stopped")
     assert not any(": 200" in line for line in process.log)
+
+
+@pytest.mark.parametrize("api_servers", ["1", "2"])
+def test_server_whose_log_is_not_read_serves_and_stops_with_0(api_servers: str) -> None:
+    (_, out), (log, their_log) = (multiprocessing.Pipe(duplex=False) for _ in range(2))
+    flags = ["--port", "0", "--device", "cpu", "--api-server-count", api_servers]
+    process = forkserver.serve(flags, {}, out, their_log)
+    try:
+        url = wait_for_address(log.fileno())
+        with httpx.Client(base_url=url, headers={"X-Request-Id": "x" * 128}, timeout=60) as client:
+            for _ in range(400):  # each adds a line of about 230 bytes; a pipe holds 65,536
+                assert client.get("/nowhere").status_code == 404
+            assert client.get("/healthz").status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=20) == 0
+    finally:
+        process.kill()
+
+
+def wait_for_address(log: int) -> str:
+    """Reads the log as far as the line with the address that the server listens on."""
+    text = b""
+    while not (match := re.search(rb"listening on (\S+)\n", text)):
+        text += os.read(log, 4096)
+    return match[1].decode()
 
 
 def test_what_is_no_http_is_counted(start: Callable[..., Process]) -> None:
