@@ -30,7 +30,7 @@ def test_json_is_one_object_a_line_with_these_members() -> None:
     assert members == {"level": "WARNING", "logger": "service.http.middleware", "message": "she said\n7"}
 
 
-def test_json_has_what_a_line_says_beside_its_message_as_members() -> None:
+def test_json_has_the_extra_attributes_of_a_record_as_members() -> None:
     line = record("refused")
     line.__dict__.update(request_id="id-7", method="POST", route="/embed", status=429, code="queue_full")
     members = json.loads(make_formatter("json").format(line))
@@ -44,14 +44,14 @@ def test_json_has_what_a_line_says_beside_its_message_as_members() -> None:
 
 
 @pytest.mark.parametrize("text", ["\ud800", "\x00\x1b[31m", "\u2028", 'a"b\\c'])
-def test_json_takes_any_text(text: str) -> None:
+def test_json_accepts_any_text(text: str) -> None:
     line = make_formatter("json").format(record(text))
     assert len(line.splitlines()) == 1
     assert line.encode()
     assert json.loads(line)["message"] == text
 
 
-def test_a_trace_is_a_member_of_the_same_line() -> None:
+def test_traceback_is_a_member_of_the_same_line() -> None:
     try:
         raise ValueError("odd")
     except ValueError as error:
@@ -60,7 +60,7 @@ def test_a_trace_is_a_member_of_the_same_line() -> None:
     assert "ValueError: odd" in json.loads(line)["exception"]
 
 
-def test_text_is_a_time_a_level_a_name_and_the_message() -> None:
+def test_text_is_time_level_logger_and_message() -> None:
     line = make_formatter("text").format(record("%s said %d", "she", 7))
     pattern = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} WARNING service\.http\.middleware: she said 7"
     assert re.fullmatch(pattern, line)
@@ -95,7 +95,7 @@ def configure() -> Iterator[Configure]:
         logger.setLevel(level)
 
 
-def test_our_lines_are_written_from_the_level_on_and_those_of_libraries_as_warnings(
+def test_level_holds_for_our_loggers_and_libraries_log_from_warning(
     configure: Configure, capfd: pytest.CaptureFixture[str]
 ) -> None:
     configure("info", "json")
@@ -113,7 +113,7 @@ def test_our_lines_are_written_from_the_level_on_and_those_of_libraries_as_warni
 
 
 @pytest.mark.parametrize("library", ["python_multipart.multipart", "PIL.TiffImagePlugin"])
-def test_what_libraries_say_of_what_callers_send_is_not_logged(
+def test_complaints_of_libraries_about_requests_are_not_logged(
     library: str, configure: Configure, capfd: pytest.CaptureFixture[str]
 ) -> None:
     configure("info", "text")
@@ -121,7 +121,7 @@ def test_what_libraries_say_of_what_callers_send_is_not_logged(
     assert read_log(capfd) == ""
 
 
-def test_a_higher_level_holds_for_libraries_too(
+def test_level_above_warning_holds_for_libraries_too(
     configure: Configure, capfd: pytest.CaptureFixture[str]
 ) -> None:
     configure("error", "text")
