@@ -47,8 +47,8 @@ def configure_logging(level: LogLevel, log_format: LogFormat) -> None:
     """
     ours = logging.getLevelNamesMapping()[level.upper()]
     formatter = make_formatter(log_format)
-    # Python has no `sys.stderr` where the process was started with file 2 closed.
-    file = os.open(os.devnull, os.O_WRONLY) if sys.stderr is None else sys.stderr.fileno()
+    # None if the process was started with file 2 closed. The number may then be that of another file.
+    file = sys.__stderr__.fileno() if sys.__stderr__ else os.open(os.devnull, os.O_WRONLY)
 
     def describe_loss(count: int) -> str:
         """A warning that is written at every level."""
