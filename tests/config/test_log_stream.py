@@ -17,7 +17,7 @@ from tests.support.waiting import eventually
 
 @dataclass
 class Pipe:
-    """A stream into a pipe that is read when the test says so."""
+    """A stream into a pipe that is read only when the test calls `read_lines`."""
 
     reader: int
     writer: int
@@ -27,7 +27,7 @@ class Pipe:
         self.stream = LogStream(self.writer, lambda count: f"lost {count}\n")
 
     def fill(self) -> None:
-        """Until nothing more fits into the pipe. Leaves one text with the thread, and none in the queue."""
+        """Fills the pipe, and lets the thread of the stream block on one text. The queue is empty then."""
         os.set_blocking(self.writer, False)
         try:
             while True:
@@ -38,10 +38,9 @@ class Pipe:
         eventually(lambda: self.stream._waiting.empty())
 
     def read_lines(self) -> list[str]:
-        """All that is written until one second after now, without what fills the pipe."""
+        """The lines of the stream until all its texts are written, without those that fill the pipe."""
         with os.fdopen(os.dup(self.reader)) as file:
-            reading = threading.Timer(0, self._close_writer)
-            reading.start()
+            threading.Thread(target=self._close_writer).start()
             return [line.rstrip("\n") for line in file if not line.startswith("xxx")]
 
     def _close_writer(self) -> None:
@@ -90,12 +89,12 @@ def test_waiting_for_full_pipe_ends_after_one_second(pipe: Pipe) -> None:
     pipe.read_lines()
 
 
-def test_text_that_is_not_unicode_is_written_with_escapes(pipe: Pipe) -> None:
+def test_lone_surrogate_is_written_with_an_escape(pipe: Pipe) -> None:
     pipe.stream.write("a\ud800ä\n")
     assert pipe.read_lines() == ["a\\ud800ä"]
 
 
-def test_reader_that_is_gone_is_no_error_and_the_next_hears_of_the_loss() -> None:
+def test_closed_pipe_is_not_an_error_and_the_loss_is_reported_later() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     stream = LogStream(writer, lambda count: f"lost {count}\n")
@@ -112,11 +111,17 @@ def test_reader_that_is_gone_is_no_error_and_the_next_hears_of_the_loss() -> Non
 
 
 @pytest.mark.parametrize(
-    "ending",
-    ["sys.exit(3)", "end_process(3)", "logging.getLogger('service').error('z'); raise SystemExit(3)"],
+    ("ending", "code", "last_line"),
+    [
+        ("sys.exit(3)", 3, "line 2999 of the log"),
+        ("end_process(3)", 3, "line 2999 of the log"),
+        ("raise ValueError('uncaught')", 1, "ValueError: uncaught"),
+    ],
 )
 @pytest.mark.parametrize("is_read", [True, False])
-def test_end_of_process_writes_the_whole_log_or_gives_up_soon(ending: str, is_read: bool) -> None:
+def test_end_of_process_writes_the_whole_log_or_gives_up_soon(
+    ending: str, code: int, last_line: str, is_read: bool
+) -> None:
     script = (
         "import logging, sys, warnings\n"
         "from service.config.logs import configure_logging, end_process\n"
@@ -130,5 +135,6 @@ def test_end_of_process_writes_the_whole_log_or_gives_up_soon(ending: str, is_re
         if is_read:
             lines = log.read().decode().splitlines()
             assert "UserWarning: from a library" in lines[0]
-            assert [line for line in lines if line.endswith("line 2999 of the log")]
-        assert process.wait(timeout=20) == 3
+            assert len([line for line in lines if line.endswith(" of the log")]) == 3000
+            assert lines[-1].endswith(last_line)
+        assert process.wait(timeout=20) == code
