@@ -1,7 +1,7 @@
 """Measures the encoder alone: several implementations (sides) on the same batches.
 
 Utilisation is the arithmetic of the real tokens, divided by the rate of a large matrix product in the same
-run. Knows nothing of HTTP.
+run. It needs no server.
 """
 
 from __future__ import annotations
