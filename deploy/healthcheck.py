@@ -1,6 +1,6 @@
-"""The container's health check: exit code 0 while the server takes requests, else 1 and the reason.
+"""The health check of the container: exit code 0 if the server accepts requests, else 1 and the reason.
 
-Host and port come from the environment, so set them there and not by a flag. Needs nothing but Python.
+Host and port come from the environment variables, so do not set them by a flag. Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import http.client
 import os
 import sys
 
-# What listens on every address, of IPv4 or of both kinds, answers on this one.
 EVERY_ADDRESS = ("0.0.0.0", "::")
-LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"  # a server that listens on every address also listens on this one
 
 
 def main() -> int:
@@ -19,7 +18,7 @@ def main() -> int:
     if host in EVERY_ADDRESS:
         host = LOOPBACK
     port = os.environ.get("VISION_SIDECAR_PORT", "")
-    if not port.isdecimal():  # not set, or an address that Kubernetes gives for a Service of our name
+    if not port.isdecimal():  # not set, or set by Kubernetes for a Service named vision-sidecar
         port = "8080"
     reason = ask(host, int(port))
     if reason:
@@ -28,8 +27,8 @@ def main() -> int:
 
 
 def ask(host: str, port: int) -> str:
-    """Why the server takes no requests; nothing if it does."""
-    # Not through a proxy that the environment names: that is for the way out.
+    """Returns why the server does not accept requests, or an empty string if it does."""
+    # Unlike urllib, http.client uses no proxy from the environment.
     connection = http.client.HTTPConnection(host, port, timeout=4)
     try:
         connection.request("GET", "/readyz")

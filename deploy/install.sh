@@ -1,7 +1,7 @@
 #!/bin/sh
-# Makes a virtual environment with this project in it, at the versions of deploy/constraints.txt.
+# Installs this project into a virtual environment, with the versions of deploy/constraints.txt.
 # usage: deploy/install.sh VENV REQUIREMENT     (REQUIREMENT: ".", or with extras such as ".[dev]" or ".[dev,ray]")
-# TORCH=cpu or TORCH=cuda picks the build of torch; without it, a machine with an NVIDIA GPU gets CUDA.
+# TORCH=cpu or TORCH=cuda selects the build of torch. Without it, a machine with an NVIDIA GPU gets CUDA.
 set -eu
 venv=$1
 requirement=$2
@@ -21,7 +21,7 @@ esac
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 
-# Which build is there and which is wanted: a CPU build says so in its version, on Linux alone.
+# Compare the installed build with the wanted one. Only on Linux, the version of a CPU build ends in +cpu.
 installed=$($pip show torch 2>/dev/null | sed -n 's/^Version: //p')
 case "$(uname -s) $TORCH $installed" in
     "Linux cpu $version+cpu") torch= ;;
@@ -32,9 +32,9 @@ case "$(uname -s) $TORCH $installed" in
 esac
 
 if [ -n "$torch" ]; then
-    # pip takes one build of a version for as good as another, and would leave the wrong one in place.
+    # To pip, all builds of a version are the same, so it would keep the wrong one.
     [ -z "$installed" ] || $pip uninstall -q -y torch
-    # pip finds the CPU build where its configuration offers one; uv knows where PyTorch keeps it.
+    # pip finds the CPU build only if its configuration names an index that has it. uv knows the index of PyTorch.
     if ! why=$($pip install -q "$torch" 2>&1); then
         printf '%s\n' "$why" >&2
         [ "$torch" != "torch==$version" ] || exit 1
@@ -43,7 +43,7 @@ if [ -n "$torch" ]; then
         "$venv/bin/python" -m uv pip install -q --python "$venv/bin/python" --torch-backend cpu "torch==$version"
     fi
 fi
-# With CUDA come the kernels of the extra `gpu`, which the server chooses where the GPU can run them.
+# With CUDA, install the kernels of the extra `gpu`. The server uses them if the GPU supports them.
 case "$TORCH $requirement" in
     "cuda "*"]") requirement="${requirement%]},gpu]" ;;
     "cuda "*) requirement="${requirement}[gpu]" ;;

@@ -1,10 +1,10 @@
-"""The command line: `vision-sidecar serve …` and `bench …`.
+"""The command line: `vision-sidecar serve` and `vision-sidecar bench`.
 
-Exit codes: 0 after a signal and an orderly end, 1 where the model cannot be loaded, the device is lost or the
-port cannot be had, 2 for a bad setting.
+Exit codes: 0 after a signal and a regular shutdown, 1 if the model cannot be loaded, a device fails or the
+port is not available, 2 for a bad setting.
 
-Imports nothing at its top that takes long, so that a signal, a bad flag or a port in use has its effect at
-once, and not only when torch is loaded.
+Slow imports are inside functions. A signal, a bad flag or a port in use takes effect at once, and not only
+after torch is imported.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from service.bench import command as bench
 from service.config.files import allow_many_files
 from service.config.version import find_version
 
-logger = logging.getLogger("service.__main__")  # __name__ is another one under `python -m`
+logger = logging.getLogger("service.__main__")  # under `python -m`, `__name__` is `__main__`
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line and no usage, as all complaints are."""
+        """Prints one line without the usage, like every error of the program."""
         self.exit(2, f"vision-sidecar: {' '.join(message.split())[:200]}; see vision-sidecar --help\n")
 
 
@@ -38,8 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="vision-sidecar", description="Image embeddings over HTTP.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"vision-sidecar {find_version()}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=argparse.ArgumentParser)
-    commands.add_parser("serve", help="serve embeddings; `serve --help` explains every flag", add_help=False)
-    commands.add_parser("bench", help="measure an encoder or a server; see `bench --help`", add_help=False)
+    commands.add_parser(
+        "serve", help="serve embeddings over HTTP; `serve --help` explains every flag", add_help=False
+    )
+    commands.add_parser(
+        "bench", help="measure the encoder or a running server; see `bench --help`", add_help=False
+    )
     command = parser.parse_args(arguments[:1]).command
     if command is None:
         parser.error("a command is missing: serve or bench")
@@ -49,11 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def serve(argv: Sequence[str]) -> int:
-    """Serves as the flags and the environment say. Returns the exit code only where it could not begin."""
-    # Until the server has handlers of its own. Nothing was begun that would have to be ended.
+    """Serves with the settings of flags and environment. Returns an exit code only if it cannot start."""
+    # Until the server has its own handlers. Nothing that needs a shutdown has started before.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit)
-    # These import pydantic and more: after the handlers.
+    # After the handlers, because these import pydantic.
     from service.config.arguments import SettingsError, parse_settings
     from service.config.logs import configure_logging
 
@@ -81,26 +85,27 @@ def serve(argv: Sequence[str]) -> int:
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    """Ends the process wherever it is. An exception may get lost in a callback of an import."""
+    """Ends the process at once. An exception could be lost in a callback of an import."""
+    logging.shutdown()
     os._exit(0)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket on the first address that the host name stands for. Raises `OSError`.
+    """Listens on the first address of the host. Raises `OSError`.
 
-    `::` is every address of the machine, those of IPv4 too where the system can do both on one socket.
+    `::` means every IPv6 address, and every IPv4 address if the system supports both on one socket.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except UnicodeError:
-        raise OSError("this is no name of a host") from None
-    family, _, _, _, where = found[0]
-    is_dual = where[0] == "::" and socket.has_dualstack_ipv6()
-    return socket.create_server(where, family=family, backlog=2048, dualstack_ipv6=is_dual)
+        raise OSError("not a host name") from None
+    family, _, _, _, first = found[0]
+    is_dual = first[0] == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server(first, family=family, backlog=2048, dualstack_ipv6=is_dual)
 
 
 def address(listener: socket.socket) -> str:
-    """`http://127.0.0.1:8080`"""
+    """The URL of the listener, such as `http://127.0.0.1:8080`."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import time
@@ -21,6 +20,7 @@ from fastapi import FastAPI
 from PIL import Image
 
 from service.app import create_app
+from service.config.logs import end_process
 from service.config.settings import Settings
 from service.engine.engine import Engine, State
 from service.errors import ApiError
@@ -143,5 +143,4 @@ def trust_own_limits() -> None:
 
 def finish(engine: Engine) -> NoReturn:
     """Ends the process, which a thread that still loads, decodes or waits for a device would keep alive."""
-    logging.shutdown()
-    os._exit(1 if engine.state is State.FAILED else 0)
+    end_process(1 if engine.state is State.FAILED else 0)

@@ -1,4 +1,4 @@
-"""The documents hold what they promise: links resolve, names exist. Their commands: tests/live."""
+"""Links in the documents resolve, and the names in them exist. tests/live runs their commands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ API = (ROOT / "docs/api.md").read_text()
 
 
 def anchors(document: Path) -> set[str]:
-    """What a link may have behind its `#`."""
+    """The anchors of the titles in a document: the part of a link after `#`."""
     titles = re.findall(r"^#+ (.+)$", document.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -37,12 +37,12 @@ def test_links_resolve(document: Path) -> None:
         assert not anchor or anchor in anchors(file), target
 
 
-def test_every_error_code_and_no_other_is_in_the_table() -> None:
+def test_table_has_exactly_the_error_codes() -> None:
     rows = re.findall(r"^\| \d{3} \| (.+?) \|", API, re.MULTILINE)
     assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(ERROR_CODES)
 
 
-def test_every_option_and_no_other_is_in_the_table() -> None:
+def test_table_has_exactly_the_options() -> None:
     table = API.partition("### Options")[2].partition("### Form of the answer")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(OPTION_NAMES)
 
@@ -81,7 +81,7 @@ def test_every_metric_is_in_the_table() -> None:
             assert f"`{name}`" in API, name
 
 
-def test_every_file_that_development_names_exists() -> None:
+def test_every_file_in_development_md_exists() -> None:
     text = (ROOT / "docs/development.md").read_text()
     named = re.findall(r"`((?:models|service|tests|docs|deploy)/[\w./-]*)`", text)
     assert len(named) > 15

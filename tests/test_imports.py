@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.project import ROOT
 
-# From the top: each may import what is below it, and nothing above.
+# From top to bottom. A room may import the rooms below it, and none above.
 ORDER = (
     "service.__main__",
     "service.bench",
@@ -32,7 +32,7 @@ ORDER = (
     "service.errors",
     "models",
 )
-# In the same way, within `service.processes`.
+# The same within `service.processes`.
 ORDER_OF_PROCESSES = (
     "service.processes.supervisor",
     "service.processes.api_server",
@@ -42,26 +42,26 @@ ORDER_OF_PROCESSES = (
 
 
 def place(name: str, order: tuple[str, ...]) -> int | None:
-    """Where a module stands in an order, counted from the top; None: it is not part of it."""
+    """The index of a module's room in the order, counted from the top. None if the order does not have it."""
     found = [index for index, room in enumerate(order) if name == room or name.startswith(f"{room}.")]
     return found[0] if found else None
 
 
-def turning_back(name: str, source: str) -> list[str]:
-    """What a module imports from rooms above its own."""
+def upward_imports(name: str, source: str) -> list[str]:
+    """The imports of a module from rooms above its own."""
     package = name.rpartition(".")[0]
     found = []
     for order in (ORDER, ORDER_OF_PROCESSES):
         own = place(name, order)
-        for to in imported(source, package):
-            where = place(to, order)
-            if own is not None and where is not None and where < own:
-                found.append(f"{name} is below {order[where]}, and may not import {to}")
+        for imported_name in imported(source, package):
+            its = place(imported_name, order)
+            if own is not None and its is not None and its < own:
+                found.append(f"{name} is below {order[its]} and must not import {imported_name}")
     return found
 
 
 def imported(source: str, package: str) -> Iterator[str]:
-    """Full names of all modules that a module in `package` imports, wherever in it the import stands."""
+    """Full names of all modules that a module in `package` imports, also inside functions."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -69,7 +69,7 @@ def imported(source: str, package: str) -> Iterator[str]:
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*parents, *([node.module] if node.module else [])])
             yield base
-            # `from models import encoder` may name a module as well as what it exports.
+            # In `from models import encoder`, `encoder` may be a module or an exported name.
             yield from (f"{base}.{alias.name}" for alias in node.names)
 
 
@@ -82,18 +82,18 @@ def exported(package: Path) -> set[str]:
 
 
 def violations(source: str, package: str, models_exports: set[str]) -> list[str]:
-    """What a module may not import."""
+    """The forbidden imports between `models`, `service` and `tests`."""
     top = package.split(".")[0]
     allowed = {"models", *(f"models.{name}" for name in models_exports)}
     found = []
     for name in imported(source, package):
         to = name.split(".")[0]
         if top == "models" and to == "service":
-            found.append(f"models may not know service: {name}")
+            found.append(f"models must not import service: {name}")
         if top == "service" and to == "models" and name not in allowed:
-            found.append(f"service may use what models exports only: {name}")
+            found.append(f"service must import only exported names of models: {name}")
         if top in ("models", "service") and to == "tests":
-            found.append(f"nothing may need tests: {name}")
+            found.append(f"models and service must not import tests: {name}")
     return found
 
 
@@ -102,19 +102,19 @@ def modules(top: str) -> list[Path]:
 
 
 def module_name(path: Path) -> str:
-    """`service.queue.batcher`; a package is called as its folder."""
+    """The full name, such as `service.queue.batcher`. A package has the name of its folder."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 @pytest.mark.parametrize("path", [*modules("models"), *modules("service")], ids=lambda path: path.stem)
-def test_no_import_turns_back(path: Path) -> None:
+def test_models_service_and_tests_import_in_one_direction(path: Path) -> None:
     package = ".".join(path.relative_to(ROOT).parent.parts)
     assert violations(path.read_text(), package, exported(ROOT / "models")) == []
 
 
 @pytest.mark.parametrize("path", modules("service"), ids=module_name)
 def test_no_room_imports_a_room_above_it(path: Path) -> None:
-    assert turning_back(module_name(path), path.read_text()) == []
+    assert upward_imports(module_name(path), path.read_text()) == []
 
 
 @pytest.mark.parametrize("path", modules("service"), ids=module_name)
@@ -136,18 +136,18 @@ def test_every_module_has_a_place_in_the_order(path: Path) -> None:
         ("service.config.settings", "from service import errors", 0),
     ],
 )
-def test_an_arrow_that_turns_back_is_found(name: str, source: str, num_violations: int) -> None:
-    assert len(turning_back(name, source)) == num_violations
+def test_upward_import_is_found(name: str, source: str, num_violations: int) -> None:
+    assert len(upward_imports(name, source)) == num_violations
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("*.py")), ids=module_name)
-def test_no_test_imports_a_test_and_no_support_imports_a_fixture(path: Path) -> None:
+def test_no_test_imports_a_test_or_conftest(path: Path) -> None:
     package = module_name(path).rpartition(".")[0]
     names = [name for name in imported(path.read_text(), package) if name.startswith("tests.")]
     assert [name for name in names if re.search(r"\.(test_\w+|conftest)\b", name)] == []
 
 
-def test_all_modules_are_looked_at() -> None:
+def test_all_modules_are_checked() -> None:
     assert ROOT / "service/pipeline.py" in modules("service")
     assert ROOT / "service/routes/embed.py" in modules("service")
     assert ROOT / "models/encoder.py" in modules("models")
@@ -179,5 +179,5 @@ def test_all_modules_are_looked_at() -> None:
         ("tests", "from service.app import create_app\nimport models.encoder", 0),
     ],
 )
-def test_the_check_finds_what_it_is_for(package: str, source: str, num_violations: int) -> None:
+def test_forbidden_import_is_found(package: str, source: str, num_violations: int) -> None:
     assert len(violations(source, package, {"Replica", "VisionEncoder"})) == num_violations

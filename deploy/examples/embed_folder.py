@@ -1,13 +1,14 @@
-"""Embeds every image of a folder into one file, and goes on where it stopped.
+"""Embeds every image of a folder into one file. Run it again after an interruption: it continues.
 
     python embed_folder.py photos/ photos.jsonl
 
-A line for each image: {"path", "sha256", "fingerprint", "embedding"}; the embedding is base64 of float32,
-little-endian, which `numpy.frombuffer(base64.b64decode(text), "<f4")` reads. What is in the file already is
-not sent again, so run it again after an interruption, or when images were added.
+Needs httpx and tqdm. The file has one line for each image: {"path", "sha256", "fingerprint", "embedding"}.
+The embedding is base64 of float32, little-endian: numpy.frombuffer(base64.b64decode(text), "<f4") reads it.
+An image that is in the file already is not sent again, so the same command also adds new images.
 
-A server that is full, restarts or cannot be reached is waited for. An image that it refuses is named at the
-end, and the exit code is then 1. It is 2 where the folder cannot be read or nothing can be added to the file.
+While the server is full, restarts or cannot be reached, the program waits. At the end it lists the images
+that the server refused, and exits with 1 if there are any. It exits with 2 if the folder cannot be read or
+the file cannot be used.
 """
 
 from __future__ import annotations
@@ -23,41 +24,48 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
-import httpx
-from tqdm import tqdm
+try:
+    import httpx
+    from tqdm import tqdm
+except ImportError as error:
+    sys.exit(
+        f"{error.name} is not installed for {sys.executable}. "
+        "Use the Python of the project, .venv/bin/python, or run: pip install httpx tqdm"
+    )
 
 SUFFIXES = frozenset([".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif"])
-# Full, restarting, or behind a proxy that cannot reach it.
+# The server is full or restarts, or a proxy cannot reach it.
 TRY_AGAIN = frozenset({408, 429, 502, 503, 504})
 LONGEST_PAUSE_S = 10.0
-BEGINNING = b'{"path": "'  # of every line
+LINE_START = b'{"path": "'  # every line starts like this
 
 
 class Refused(Exception):
-    """The server does not take this image, now or later."""
+    """The server refuses this image, and would refuse it again."""
 
 
 class GivenUp(Exception):
-    """Nothing works any more: the server is gone for too long, or serves another model."""
+    """No image can be embedded: the server is away for too long, refuses all, or serves another model."""
 
 
 class Unusable(Exception):
-    """The folder or the file is not what it should be."""
+    """The folder cannot be read, or the file cannot be used."""
 
 
 @dataclass(frozen=True)
 class Line:
     """One line of the file."""
 
-    path: str  # in the folder, with slashes
+    path: str  # relative to the folder, with slashes
     sha256: str
     fingerprint: str
     embedding: str  # base64 of little-endian float32
 
 
 class Output:
-    """The file: lines that are there, and lines that are added. Not for several processes at once."""
+    """The file, with its lines from earlier runs. Only one process may use it at a time."""
 
     def __init__(self, path: Path) -> None:
         self.paths: set[str] = set()
@@ -69,23 +77,25 @@ class Output:
         try:
             self._read()
         except (TypeError, ValueError):
-            raise Unusable(f"{path} holds something else than lines of this program") from None
+            raise Unusable(f"{path} was not written by this program") from None
 
     def _read(self) -> None:
-        """Raises `TypeError` or `ValueError` where something else is in it."""
+        """Reads the lines and removes an incomplete last line. Raises `TypeError` or `ValueError`."""
         self._file.seek(0)
         end = 0
         for line in self._file:
             if line.endswith(b"\n"):
                 self._remember(Line(**json.loads(line)))
                 end += len(line)
-            elif line[: len(BEGINNING)] != BEGINNING[: len(line)]:
-                raise ValueError("not cut off while it was written, but another file")
+            elif line[: len(LINE_START)] != LINE_START[: len(line)]:
+                raise ValueError("the last line is incomplete, and not from this program")
         self._file.truncate(end)
 
     def _remember(self, line: Line) -> None:
         if self._fingerprint not in (None, line.fingerprint):
-            raise GivenUp("the server's fingerprint is not the file's: their vectors cannot be compared")
+            raise GivenUp(
+                "the server's fingerprint is not that of the file, so their vectors cannot be compared"
+            )
         self._fingerprint = line.fingerprint
         self.paths.add(line.path)
 
@@ -100,13 +110,13 @@ class Output:
 
 @dataclass(frozen=True)
 class Embedder:
-    """Sends images to the server, and sends them again where that can help."""
+    """Sends images to the server. Repeats a request if the server may accept it later."""
 
     client: httpx.AsyncClient
-    patience_s: float  # for one image, from the first failure on
+    patience_s: float  # how long to repeat the request for one image, from the first failure on
 
     async def embed(self, folder: Path, path: str) -> Line:
-        """Raises `Refused`, `GivenUp`."""
+        """The line for one image. Raises `Refused`, `GivenUp`, `OSError`."""
         image = await asyncio.to_thread((folder / path).read_bytes)
         deadline: float | None = None
         for attempt in range(sys.maxsize):
@@ -134,34 +144,40 @@ class Embedder:
 
 
 def _pause_s(answer: httpx.Response | None, attempt: int) -> float:
-    """What the server asks for, else longer and longer; not the same for all, or they would meet again."""
+    """Seconds to wait: what the server asks for, or else twice as long after each attempt.
+
+    A random part keeps the requests from coming back all at once.
+    """
     asked = answer.headers.get("Retry-After", "") if answer is not None else ""
     pause = float(asked) if asked.isdecimal() else min(LONGEST_PAUSE_S, 0.25 * 2 ** min(attempt, 10))
     return pause * (1 + 0.25 * random.random())
 
 
 def _read_answer(path: str, answer: httpx.Response) -> Line:
-    if answer.status_code in (401, 403, 404):  # true of every image
+    if answer.status_code in (401, 403, 404):  # the same for every image
         raise GivenUp(f"{answer.status_code} {answer.text[:200]}")
     if answer.is_error:
         raise Refused(f"{answer.status_code} {answer.text[:200]}")
-    body: dict[str, Any] = answer.json()
-    [image] = body["data"]
-    return Line(path, image["sha256"], body["fingerprint"], image["embedding"])
+    try:
+        body: dict[str, Any] = answer.json()
+        [image] = body["data"]
+        return Line(path, image["sha256"], body["fingerprint"], image["embedding"])
+    except (ValueError, LookupError, TypeError):
+        raise GivenUp(f"{answer.request.url} is not vision-sidecar: {answer.text[:200]!r}") from None
 
 
 async def embed_all(
     folder: Path, paths: list[str], output: Output, embedder: Embedder, concurrency: int
 ) -> dict[str, str]:
-    """Embeds all; returns those that were refused, with the reason. Raises `GivenUp`."""
+    """Embeds all images. Returns the reason for each that was refused. Raises `GivenUp`."""
     refused: dict[str, str] = {}
-    waiting = iter(paths)
+    remaining = iter(paths)
 
     async def work(bar: tqdm[Any]) -> None:
-        for path in waiting:  # each worker takes the next one
+        for path in remaining:  # each worker takes the next path
             try:
                 line = await embedder.embed(folder, path)
-            except (Refused, OSError) as error:  # the latter from reading the image
+            except (Refused, OSError) as error:  # OSError: the image cannot be read
                 refused[path] = str(error)
             else:
                 output.add(line)
@@ -178,7 +194,7 @@ async def embed_all(
 
 
 def find_images(folder: Path) -> Iterator[str]:
-    """Paths of the images in the folder and below, in order. Raises `Unusable`."""
+    """Paths of the images in the folder and its subfolders, sorted. Raises `Unusable`."""
     try:
         os.listdir(folder)
     except OSError as error:
@@ -190,7 +206,7 @@ def find_images(folder: Path) -> Iterator[str]:
 
 async def run(options: argparse.Namespace) -> int:
     key = os.environ.get("SIDECAR_API_KEY")
-    paths = list(find_images(options.folder))  # before the file is made
+    paths = list(find_images(options.folder))  # before the file is created
     output = Output(options.output)
     missing = [path for path in paths if path not in output.paths]
     sys.stderr.write(f"{len(output.paths)} images are in {options.output}, {len(missing)} are missing\n")
@@ -210,10 +226,16 @@ async def run(options: argparse.Namespace) -> int:
     return 1 if refused else 0
 
 
-def count(text: str) -> int:
+def positive(text: str) -> int:
     if int(text) < 1:
-        raise argparse.ArgumentTypeError("it must be at least 1")
+        raise argparse.ArgumentTypeError("must be at least 1")
     return int(text)
+
+
+def server_url(text: str) -> str:
+    if urlsplit(text).scheme not in ("http", "https"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a URL such as http://127.0.0.1:8080")
+    return text
 
 
 def main() -> int:
@@ -223,20 +245,22 @@ def main() -> int:
     )
     parser.add_argument("folder", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--sidecar", default="http://127.0.0.1:8080", metavar="URL")
-    parser.add_argument("--concurrency", type=count, default=16, help="requests at once [16]")
-    parser.add_argument("--patience-s", type=float, default=300, help="how long to wait for a server [300]")
+    parser.add_argument("--sidecar", type=server_url, default="http://127.0.0.1:8080", metavar="URL")
+    parser.add_argument("--concurrency", type=positive, default=16, help="requests at the same time [16]")
+    parser.add_argument(
+        "--patience-s", type=float, default=300, help="how long to wait for the server, in seconds [300]"
+    )
     options = parser.parse_args()
     try:
         return asyncio.run(run(options))
     except GivenUp as error:
-        sys.stderr.write(f"{error}\nRun it again to go on.\n")
+        sys.stderr.write(f"{error}\nRun it again to continue.\n")
         return 1
     except Unusable as error:
         sys.stderr.write(f"{error}\n")
         return 2
     except OSError as error:  # a full disk
-        sys.stderr.write(f"{error}\nRun it again to go on.\n")
+        sys.stderr.write(f"{error}\nRun it again to continue.\n")
         return 1
     except KeyboardInterrupt:
         return 130

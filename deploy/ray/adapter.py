@@ -1,6 +1,6 @@
-"""What Ray Serve's proxy does to a request that a server of our own does not, put right around the app.
+"""Wraps the app to undo what Ray Serve's proxy does differently from our own server.
 
-Plain ASGI. Knows nothing of Ray, images or models.
+Plain ASGI. Knows nothing of Ray's interface, images or models.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ _DISCONNECT: Message = {"type": "http.disconnect"}
 class BehindServe:
     """Wraps the app.
 
-    - Serve cancels a request whose caller left, or fails to receive more of it. The app would take the first
-      for the end of the server, and the second for a fault of its own. It is told that the caller left, and
-      ends the request itself.
-    - Serve adds the request's id to every answer, so the app's own, which is the same, is left out.
+    - If a client disconnects, Serve cancels the request, or its `receive` raises an error. To the app, the
+    first means that the server stops, and the second that the app has a fault. So the app gets a disconnect
+    message instead, and ends the request itself. - Serve adds the request id to every answer, so the same
+    header of the app is removed.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -28,10 +28,10 @@ class BehindServe:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        left = asyncio.Event()
+        disconnected = asyncio.Event()
 
-        async def receive_until_left() -> Message:
-            return await _first(receive, left)
+        async def receive_or_disconnect() -> Message:
+            return await _first(receive, disconnected)
 
         async def send_without_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -39,11 +39,11 @@ class BehindServe:
                 message = {**message, "headers": [pair for pair in headers if pair[0] != b"x-request-id"]}
             await send(message)
 
-        answering = asyncio.create_task(self._answer(scope, receive_until_left, send_without_id))
+        answering = asyncio.create_task(self._answer(scope, receive_or_disconnect, send_without_id))
         try:
             await asyncio.shield(answering)
         except asyncio.CancelledError:
-            left.set()
+            disconnected.set()
             await answering
             raise
 
@@ -51,20 +51,20 @@ class BehindServe:
         await self._app(scope, receive, send)
 
 
-async def _first(receive: Receive, left: asyncio.Event) -> Message:
-    """The next message, or a disconnect once the caller has left."""
+async def _first(receive: Receive, disconnected: asyncio.Event) -> Message:
+    """The next message, or a disconnect message once the client has disconnected."""
     receiving = asyncio.ensure_future(_next(receive))
-    leaving = asyncio.create_task(left.wait())
+    waiting = asyncio.create_task(disconnected.wait())
     try:
-        await asyncio.wait((receiving, leaving), return_when=asyncio.FIRST_COMPLETED)
-        return receiving.result() if receiving.done() and not left.is_set() else _DISCONNECT
+        await asyncio.wait((receiving, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return receiving.result() if receiving.done() and not disconnected.is_set() else _DISCONNECT
     finally:
         receiving.cancel()
-        leaving.cancel()
+        waiting.cancel()
 
 
 async def _next(receive: Receive) -> Message:
     try:
         return await receive()
-    except Exception:  # of whatever kind: the way to the caller is gone
+    except Exception:  # Serve documents no type; any error means that the client cannot be reached
         return _DISCONNECT

@@ -1,8 +1,8 @@
-"""The server's app as a Ray Serve application: `serve deploy deploy/ray/serve.yaml`.
+"""The app of the server as a Ray Serve application: `serve deploy deploy/ray/serve.yaml`.
 
-Serve routes, scales and restarts; a replica is one process with the app that `vision-sidecar serve` runs.
-Knows Ray, and the app's settings and life cycle; nothing of images. Every node needs this project with its
-extra `ray`, and on `PYTHONPATH` the folder above `deploy`.
+Ray Serve routes, scales and restarts. A replica is one process with the app that `vision-sidecar serve` runs.
+Every node needs this project with its extra `ray`, and the folder above `deploy` on `PYTHONPATH`. Knows Ray
+and the settings and life cycle of the app. Knows nothing of images.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from service.config.settings import Settings
 from service.engine.engine import Engine, State
 
 TARGETS_PATH = "/metrics/targets"
-# More than the queue can hold of the smallest images: the app itself refuses what is too much, with 429.
+# More requests than the queue can hold, even of the smallest images, so that the app itself refuses with 429.
 MAX_ONGOING_REQUESTS = 4096
-# From the end of the last request to the end of the threads.
+# Time for the threads to end after the last request.
 _CLOSING_S = 5.0
 _TARGETS_TIMEOUT_S = 5.0
 
 
 def build(arguments: dict[str, str]) -> serve.Application:
-    """The application that the variables `VISION_SIDECAR_*` describe. Raises `SettingsError`."""
+    """The application with the settings of the variables `VISION_SIDECAR_*`. Raises `SettingsError`."""
     if arguments:
-        raise SettingsError("settings are variables, under runtime_env: env_vars; there are no args")
+        raise SettingsError("set environment variables under runtime_env: env_vars; args are not supported")
     settings = parse_settings([], os.environ)
     return Sidecar.options(
         ray_actor_options={"num_cpus": settings.decode_threads, "num_gpus": num_gpus(settings)},
@@ -45,7 +45,7 @@ def build(arguments: dict[str, str]) -> serve.Application:
 
 
 def num_gpus(settings: Settings) -> int:
-    """GPUs that a replica needs: none in a cluster that has none, unless the settings ask for one."""
+    """GPUs for each replica: none if the cluster has none, unless the settings ask for a GPU."""
     wants_gpu = settings.device.startswith("cuda") or (
         settings.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
     )
@@ -53,7 +53,7 @@ def num_gpus(settings: Settings) -> int:
 
 
 def build_app() -> FastAPI:
-    """The app of one replica, in its process. Its metrics have a port of their own, `app.state.target`."""
+    """The app of one replica, in its process. Its metrics are at another address, `app.state.target`."""
     settings = parse_settings([], os.environ)
     configure_logging(settings.log_level, settings.log_format)
     # The limit is `max_image_pixels`.
@@ -67,8 +67,8 @@ def build_app() -> FastAPI:
 
 
 def serve_metrics(registry: CollectorRegistry) -> str:
-    """Serves the metrics of this process on a free port of the node, and returns the address."""
-    disable_created_metrics()  # type: ignore[no-untyped-call]  # nor has the app's own page them
+    """Serves the metrics of this process on a free port of the node. Returns the address."""
+    disable_created_metrics()  # type: ignore[no-untyped-call]  # as on the app's own metrics page
     node_id = ray.get_runtime_context().get_node_id()
     host = next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == node_id)
     server, _ = start_http_server(0, host, registry)
@@ -76,22 +76,22 @@ def serve_metrics(registry: CollectorRegistry) -> str:
 
 
 async def list_targets(request: Request) -> Response:
-    """Where each replica that takes requests has its metrics, as `http_sd_configs` of Prometheus wants it."""
+    """The metrics address of each replica that accepts requests, for `http_sd_configs` of Prometheus."""
     context = serve.get_replica_context()
     handle = serve.get_deployment_handle(context.deployment, context.app_name)
     asked = handle.broadcast("metrics_target")
-    # One that dies meanwhile is no target.
+    # A replica that ends meanwhile is not a target.
     answers = await asked.results_async(timeout_s=_TARGETS_TIMEOUT_S, return_exceptions=True)
     return JSONResponse([answer for answer in answers if not isinstance(answer, BaseException)])
 
 
 class Replica:
-    """One process with the app. Serve asks it for its health, and the other replicas for its address."""
+    """One process with the app. Serve asks for its health, and other replicas for its metrics address."""
 
     app: FastAPI  # set by `serve.ingress`
 
     async def check_health(self) -> None:
-        """Waits for the model, so that no request comes before it. Raises where only a restart helps."""
+        """Waits until the model is loaded: no request comes earlier. Raises if only a restart helps."""
         engine: Engine = self.app.state.engine
         while engine.state is State.LOADING:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
@@ -99,7 +99,7 @@ class Replica:
             raise RuntimeError("the model cannot be loaded or its device failed; the replica's log says more")
 
     async def metrics_target(self) -> dict[str, object]:
-        """A member of Prometheus's list of targets."""
+        """This replica in Prometheus's list of targets."""
         labels = {"replica": serve.get_replica_context().replica_tag}
         return {"targets": [self.app.state.target], "labels": labels}
 

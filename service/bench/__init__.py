@@ -1,5 +1,5 @@
-"""The benchmarks that a user can run: `vision-sidecar bench encoder` and `bench serve`.
+"""Benchmarks for users: `vision-sidecar bench encoder` and `vision-sidecar bench serve`.
 
-It hands on tables and JSON with the figures that it measured.
-It knows nothing of the inside of a server: `bench serve` measures one over HTTP.
+They print the measured figures as a table and write them as JSON.
+They know nothing of the inside of a server: `bench serve` measures it over HTTP.
 """

@@ -1,6 +1,6 @@
-"""The command `vision-sidecar bench …`: which benchmark, and its flags.
+"""The command `vision-sidecar bench`: selects a benchmark and parses its flags.
 
-Imports no benchmark at its top: `bench serve` must neither wait for torch nor hold it in memory.
+It imports each benchmark only when it is run: `bench serve` must not wait for torch or hold it in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NoReturn
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line and no usage, as all complaints are."""
+        """Prints one line without the usage, like every error of the program."""
         self.exit(2, f"vision-sidecar bench: {' '.join(message.split())[:200]}; see {self.prog} --help\n")
 
 
@@ -23,8 +23,8 @@ def main(argv: Sequence[str]) -> int:
     commands = parser.add_subparsers(
         dest="benchmark", required=True, metavar="BENCHMARK", parser_class=argparse.ArgumentParser
     )
-    commands.add_parser("encoder", help="the encoder alone", add_help=False)
-    commands.add_parser("serve", help="a running server, under load", add_help=False)
+    commands.add_parser("encoder", help="measure the encoder alone", add_help=False)
+    commands.add_parser("serve", help="measure a running server under load", add_help=False)
     benchmark = parser.parse_args(argv[:1]).benchmark
     if benchmark == "serve":
         from service.bench import serve

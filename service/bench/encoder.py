@@ -1,7 +1,7 @@
-"""`vision-sidecar bench encoder`: the encoder alone, in several implementations, on the same batches.
+"""Measures the encoder alone: several implementations (sides) on the same batches.
 
-Utilisation is the arithmetic of the real tokens over the rate of a large matrix product, measured in the same
-run. Knows nothing of HTTP.
+Utilisation is the arithmetic of the real tokens, divided by the rate of a large matrix product in the same
+run. It needs no server.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from service.bench.timing import (
 from service.bench.workloads import WORKLOADS, Workload, make_workload
 from service.engine.replicas import use_cores_for_requests
 
-MAX_SUBMITTED = 4  # batches that replicas have at once, where batches follow each other
+MAX_SUBMITTED = 4  # batches that replicas have at the same time, if the workload does not wait for each
 
 
 @dataclass(frozen=True)
 class Row:
-    """One side on one workload. Times in milliseconds for a batch."""
+    """The figures of one side on one workload. Times are milliseconds per batch."""
 
     workload: str
     side: str
@@ -62,36 +62,51 @@ class Row:
     p50_ms: float
     p99_ms: float
     images_per_s: float
-    padded_share: float  # of the tokens computed
+    padded_share: float  # of the computed tokens
     utilisation: float
-    cpu_ms: (
-        float | None
-    )  # of the whole process, from the call of `encode` to its return, median; none of replicas
-    kernels: Sequence[Kernel] = ()  # of the first batch, where they are asked for
+    cpu_ms: float | None  # median processor time of the process in a call of `encode`; None with replicas
+    kernels: Sequence[Kernel] = ()  # of the first batch, with --profile
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `bench encoder`."""
-    parser.add_argument("--model", help="hub id or folder; without it random weights are made")
-    parser.add_argument("--size", default="8B", help="size of the random weights: 2B, 8B or demo [8B]")
-    parser.add_argument("--workloads", default=",".join(WORKLOADS), help="comma-separated [all]")
-    parser.add_argument("--sides", default=",".join(SIDES), help="comma-separated [all]")
+    parser.add_argument("--model", help="hub id or local folder [random weights]")
     parser.add_argument(
-        "--attn-backend", default="auto", help="of our sides; `auto` takes the fastest [auto]"
+        "--size", default="8B", help="size of the model with random weights: 2B, 8B or demo [8B]"
     )
-    parser.add_argument("--dtype", choices=TORCH_DTYPES, default="bfloat16", help="[bfloat16]")
+    parser.add_argument(
+        "--workloads", default=",".join(WORKLOADS), help=f"comma-separated [{','.join(WORKLOADS)}]"
+    )
+    parser.add_argument(
+        "--sides", default=",".join(SIDES), help=f"implementations, comma-separated [{','.join(SIDES)}]"
+    )
+    parser.add_argument(
+        "--attn-backend",
+        default="auto",
+        help="attention implementation of our sides; auto takes the fastest [auto]",
+    )
+    parser.add_argument(
+        "--dtype", choices=TORCH_DTYPES, default="bfloat16", help="data type of the computation [bfloat16]"
+    )
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N [auto]")
     steps = CudaGraphSettings.budget_steps
-    parser.add_argument("--budget-steps", type=_positive, default=steps, help=f"budgets per octave [{steps}]")
+    parser.add_argument(
+        "--budget-steps",
+        type=_positive,
+        default=steps,
+        help=f"token budgets from one size to twice that size [{steps}]",
+    )
     parser.add_argument(
         "--replicas",
         type=_positive,
-        help="our sides as so many replicas, whose vectors come to the host [none: one encoder]",
+        help="run our sides on this many replicas, and copy the vectors to the host [one encoder]",
     )
     parser.add_argument(
-        "--profile", action="store_true", help="also list the kernels of each workload's first batch"
+        "--profile", action="store_true", help="also list the kernels of the first batch of each workload"
     )
-    parser.add_argument("--repeats", type=_positive, help="counted batches of each workload [the workload's]")
+    parser.add_argument(
+        "--repeats", type=_positive, help="measured batches of each workload [depends on the workload]"
+    )
     parser.add_argument("--json", type=Path, help="also write the results to this file")
 
 
@@ -105,22 +120,27 @@ def _positive(text: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     """Measures and prints. Returns the exit code."""
     sides, names = arguments.sides.split(","), arguments.workloads.split(",")
-    known = ((sides, SIDES), (names, WORKLOADS), ([arguments.size], RANDOM_SIZES))
-    unknown = [name for given, allowed in known for name in given if name not in allowed]
-    if unknown:
-        sys.stderr.write(f"vision-sidecar bench: unknown name {unknown[0]!r}\n")
-        return 2
+    choices = {
+        "--sides": (sides, SIDES),
+        "--workloads": (names, WORKLOADS),
+        "--size": ([arguments.size], RANDOM_SIZES),
+    }
+    for flag, (given, allowed) in choices.items():
+        for name in given:
+            if name not in allowed:
+                return _refuse(f"{flag}: unknown name {name!r} (choose from {', '.join(allowed)})")
     try:
         model = arguments.model
         checkpoint = open_checkpoint(model) if model else random_checkpoint(arguments.size)
         device = find_device(arguments.device)
-        replica_devices(device.type, arguments.replicas or 1)  # are there so many?
+        replica_devices(device.type, arguments.replicas or 1)  # raises if there are too few
         if arguments.profile and arguments.replicas and device.type == "cpu":
-            raise ModelError("--profile with --replicas needs GPUs")  # on a CPU it sees one thread
+            raise ModelError(
+                "--profile with --replicas needs GPUs"
+            )  # on a CPU the profiler sees one thread only
         report = _open_report(arguments.json)
     except (ModelError, OSError) as error:
-        sys.stderr.write(f"vision-sidecar bench: {error}\n")
-        return 2
+        return _refuse(str(error))
     use_cores_for_requests([device])
     preprocessor = Preprocessor(checkpoint.preprocess)
     workloads = [make_workload(name, preprocessor, arguments.repeats) for name in names]
@@ -129,8 +149,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _refuse(text: str) -> int:
+    sys.stderr.write(f"vision-sidecar bench: {text}\n")
+    return 2
+
+
 def _open_report(path: Path | None) -> IO[str]:
-    """Opened before hours of measuring rather than after."""
+    """Opens the file of the report, before the measurement: a bad path must be an error at once."""
     return (Path(os.devnull) if path is None else path).open("w")
 
 
@@ -190,7 +215,7 @@ def measure(
     device: torch.device,
     rate: float,
 ) -> Row:
-    """Runs one side over one workload. Utilisation is measured against `rate`, in operations a second."""
+    """Measures one side on one workload. `rate` is that of the matrix product, in operations per second."""
     batches = workload.images(preprocessor, pin_memory=device.type == "cuda")
     for batch in islice(batches, workload.num_warmup):
         side.encode(batch)
@@ -204,7 +229,7 @@ def measure(
         times_s = time_on_device(side, counted)
     else:
         times_s, cpu_s = time_whole(side, counted)
-    padding = side.padding() - padding  # of the counted batches alone
+    padding = side.padding() - padding  # of the counted batches only
     if side.submit is None and not cpu_s:
         cpu_s = [cpu_seconds(side, counted[-1]) for _ in range(5)]
     images = [image for batch in counted for image in batch]
@@ -227,7 +252,7 @@ def measure(
 
 
 def arithmetic(image: Patches, vision: VisionConfig) -> int:
-    """Operations of one image: two for each multiply and add of its products, norms and the like left out."""
+    """Operations of one image: a multiply and an add for each product; norms and activations do not count."""
     n, tokens = len(image.pixels), image.num_tokens
     hidden, merged = vision.hidden_size, vision.hidden_size * vision.spatial_merge_size**2
     block = 2 * n * (4 * hidden**2 + 2 * hidden * vision.intermediate_size) + 4 * n**2 * hidden
@@ -243,7 +268,7 @@ HEADER = (
 
 
 def format_row(row: Row) -> str:
-    """One line of the table, and below it the kernels, where they were asked for."""
+    """One line of the table, and the kernels below it if there are any."""
     line = (
         f"{row.workload:<10} {row.side:<13} {row.attn_backend:<13} {row.mean_ms:>9.3f} {row.p50_ms:>9.3f} "
         f"{row.p99_ms:>9.3f} {row.images_per_s:>9.1f} {row.padded_share:>7.1%} {row.utilisation:>6.3f} "

@@ -1,6 +1,6 @@
-"""The load processes of `bench serve`: started, let go together, stopped, their notes collected.
+"""The load processes of `bench serve`: started together, stopped, and their notes collected.
 
-Knows processes and pipes; nothing of HTTP nor of what notes mean.
+Knows processes and pipes. Knows nothing of HTTP or of the meaning of notes.
 """
 
 from __future__ import annotations
@@ -17,21 +17,22 @@ from typing import Self
 
 from service.bench.load import Notes, Share, work
 
-_HEAD_START_S = 0.1  # for the agreed time to reach all processes before it is over
+_HEAD_START_S = 0.1  # the common start reaches all processes before it has passed
 
 
 class FleetError(Exception):
-    """A load process that ended early."""
+    """A load process ended before its notes were received."""
 
 
 class Fleet:
-    """Processes that send one share each. Leaving it ends them."""
+    """Processes that send one share each. Leaving the context ends them."""
 
     def __init__(self, shares: Sequence[Share]) -> None:
         context = multiprocessing.get_context("spawn")
         self._processes: list[SpawnProcess] = []
         self._pipes: list[Pipe] = []
-        # Ctrl-C reaches every process of a terminal. It is ours to stop the others, with their notes.
+        # Ctrl-C reaches every process of a terminal. Only this one acts on it: it stops the others and
+        # receives their notes.
         with _ignored(signal.SIGINT):
             for share in shares:
                 ours, theirs = context.Pipe()
@@ -52,7 +53,7 @@ class Fleet:
             process.join()
 
     def start(self) -> float:
-        """Waits until all are ready, lets them go, and returns when they start. Raises `FleetError`."""
+        """Waits until all are ready, and tells them when to start. Returns that time. Raises `FleetError`."""
         for pipe in self._pipes:
             self._receive(pipe)
         begin = time.monotonic() + _HEAD_START_S
@@ -61,19 +62,19 @@ class Fleet:
         return begin
 
     def wait(self) -> None:
-        """Waits until all have sent their share. May be interrupted, which loses nothing."""
+        """Waits until all have sent their share. An interruption loses no notes."""
         waiting = set(self._pipes)
         while waiting:
             waiting.difference_update(wait(list(waiting)))
 
     def stop(self) -> None:
-        """Tells them to send no more and to wait for nothing."""
+        """Tells all to stop at once, without waiting for answers."""
         for pipe in self._pipes:
-            with suppress(BrokenPipeError):  # it has sent its share and is gone
+            with suppress(BrokenPipeError):  # it has sent its share and ended
                 pipe.send(None)
 
     def collect(self) -> list[Notes]:
-        """What all have noted, once they are done. Raises `FleetError`."""
+        """Waits for the notes of all processes. Raises `FleetError`."""
         return [notes for pipe in self._pipes if (notes := self._receive(pipe)) is not None]
 
     def _receive(self, pipe: Pipe) -> Notes | None:
@@ -86,7 +87,7 @@ class Fleet:
 
 @contextmanager
 def _ignored(number: int) -> Iterator[None]:
-    """Ignores a signal; processes that are started meanwhile go on ignoring it."""
+    """Ignores a signal. Processes that start meanwhile ignore it to their end."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
         yield

@@ -1,6 +1,6 @@
-"""HTTP/1.1 that costs little to send: requests as ready bytes, and of an answer only what is counted.
+"""A cheap HTTP/1.1 client: requests are ready bytes, and of an answer it keeps only what the report needs.
 
-Knows connections and framing, of http:// only; nothing of what is sent, of load or of how it is reported.
+Knows connections and framing, of http:// only. Knows nothing of the content of requests or of load.
 """
 
 from __future__ import annotations
@@ -11,23 +11,24 @@ from dataclasses import dataclass
 
 import httptools
 
-_MAX_ERROR_BYTES = 65536  # of an error's body; codes stand in the first few hundred
+_MAX_ERROR_BYTES = 65536  # of an error body; the code is within the first few hundred
 
 
 class SendError(Exception):
-    """A request that got no answer. The message is one of `connect`, `closed`, `invalid_http`, `timeout`."""
+    """A request got no answer. The message is one of `connect`, `closed`, `invalid_http`, `timeout`."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What is counted of an answer."""
+    """The parts of an answer that are counted."""
 
     status: int
-    code: str  # of the error body; empty for 2xx, `none` where no code can be read
+    code: str  # of the error body; empty for 2xx, `none` if the body has no code
+    param: str = ""  # of the error body, such as `images[3]`; empty if the body has none
 
 
 class Connection(asyncio.Protocol):
-    """One connection, with at most one request on it. `is_open` says whether it can take another."""
+    """One connection, with at most one request at a time. While `is_open`, it can take another request."""
 
     def __init__(self) -> None:
         self.is_open = False
@@ -37,15 +38,15 @@ class Connection(asyncio.Protocol):
         self._forget_answer()
 
     def send(self, request: memoryview) -> asyncio.Future[Answer]:
-        """Sends a whole request. The future has its answer or a `SendError`."""
-        assert self.is_open, "a connection that was closed"
-        assert self._waiting is None, "an answer is still to come"
+        """Sends a whole request. The future ends with the answer or a `SendError`."""
+        assert self.is_open, "the connection is closed"
+        assert self._waiting is None, "the last request has no answer yet"
         self._waiting = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return self._waiting
 
     def abort(self) -> None:
-        """Ends the connection at once, whatever is still to be sent."""
+        """Closes the connection at once and drops unsent data."""
         self.is_open = False
         self._transport.abort()
 
@@ -56,7 +57,7 @@ class Connection(asyncio.Protocol):
         self.is_open = True
 
     def data_received(self, data: bytes) -> None:
-        if self._waiting is None:  # nobody asked: the server is about to close
+        if self._waiting is None:  # an answer without a request: the server is about to close
             self.abort()
             return
         try:
@@ -91,12 +92,12 @@ class Connection(asyncio.Protocol):
         keeps_alive = self._parser.should_keep_alive()
         self._forget_answer()
         if status < 200:
-            return  # the answer is still to come
+            return  # an interim response: the answer follows
         waiting, self._waiting = self._waiting, None
         if not keeps_alive:
             self.abort()
         if waiting is not None and not waiting.done():
-            waiting.set_result(Answer(status, "" if status < 300 else _error_code(body)))
+            waiting.set_result(Answer(status, "") if status < 300 else _read_error(status, body))
 
     def _forget_answer(self) -> None:
         self._has_length = self._is_in_body = self._is_error = False
@@ -108,24 +109,25 @@ class Connection(asyncio.Protocol):
             waiting.set_exception(SendError(reason))
 
 
-def _error_code(body: bytes) -> str:
-    """The code in a body such as `{"error": {"code": "draining"}}`."""
+def _read_error(status: int, body: bytes) -> Answer:
+    """Reads the code and the parameter in a body such as `{"error": {"code": "draining", "param": null}}`."""
     try:
-        return str(json.loads(body)["error"]["code"])[:64]
-    except (ValueError, LookupError, TypeError):
-        return "none"
+        error = json.loads(body)["error"]
+        return Answer(status, str(error["code"])[:64], str(error.get("param") or "")[:64])
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return Answer(status, "none")
 
 
 class Client:
-    """Sends requests to one address, each on an idle connection or else a new one."""
+    """Sends requests to one address. Each uses an idle connection, or a new one if none is idle."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
         self._host, self._port = host, port
         self._timeout_s = timeout_s
-        self._idle: list[Connection] = []  # the last used at the end, so that no more than needed stay open
+        self._idle: list[Connection] = []  # the last used is at the end, so that unneeded ones stay idle
 
     async def send(self, request: memoryview) -> Answer:
-        """The answer to a request. Raises `SendError`."""
+        """Sends a request and returns the answer. Raises `SendError`."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 connection = self._take_idle() or await self._open()
@@ -141,7 +143,7 @@ class Client:
         return answer
 
     def close(self) -> None:
-        """Ends the idle connections."""
+        """Closes the idle connections."""
         for connection in self._idle:
             connection.abort()
 
@@ -157,7 +159,7 @@ class Client:
         try:
             _, connection = await loop.create_connection(Connection, self._host, self._port)
         except TimeoutError:
-            raise  # ours
+            raise  # of `asyncio.timeout` in `send`
         except OSError:
             raise SendError("connect") from None
         return connection

@@ -1,8 +1,7 @@
-"""One load process of `bench serve`: sends requests and notes when each was due, sent and answered.
+"""A load process of `bench serve`: sends requests and notes when each was due, sent and answered.
 
-Open loop: Poisson arrivals, whatever the server does. Closed loop: callers that each wait for their answer.
-Knows nothing of what the requests hold nor of how notes are summed up, and imports little, so that a process
-starts at once.
+Open loop: Poisson arrivals, independent of the server. Closed loop: callers that each wait for their answer.
+Knows nothing of the content of requests or of the report. Imports little, so that a process starts at once.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ import random
 import threading
 import time
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import cycle
+from itertools import cycle, islice
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 
@@ -25,19 +24,24 @@ import uvloop
 from service.bench.http_client import Client, SendError
 from service.config.files import allow_many_files
 
-_PAUSE_S = 0.02  # of a caller that got no answer, so that a server that is gone is not asked in a tight loop
+_PAUSE_S = (
+    0.02  # of a caller after a request without an answer, so that it does not spin if the server is gone
+)
+# The server would refuse the same request again.
+_REFUSED = (400, 413, 415)
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one process sends: either at a rate (open loop) or from a number of callers (closed loop)."""
+    """The load of one process: requests at a rate (open loop) or from a number of callers (closed loop)."""
 
-    host: str  # an address; names were resolved
+    host: str  # an IP address
     port: int
     requests: Path  # a file of requests
-    spans: tuple[tuple[int, int], ...]  # where each begins and ends in it; they are sent in turn
-    rate: float | None  # requests a second
-    concurrency: int  # used without a rate
+    spans: tuple[tuple[int, int], ...]  # start and end of each request in the file
+    first: int  # number of the request that is sent first; the others follow in turn
+    rate: float | None  # requests per second
+    concurrency: int  # callers, if there is no rate
     total_s: float
     timeout_s: float
     seed: str
@@ -45,14 +49,17 @@ class Share:
 
 @dataclass
 class Notes:
-    """What happened to each request. Times in seconds since the start that all processes agreed on."""
+    """Times and outcome of each request. Times are in seconds since the common start of all processes."""
 
     due: array[float] = field(default_factory=lambda: array("d"))
     sent: array[float] = field(default_factory=lambda: array("d"))
     done: array[float] = field(default_factory=lambda: array("d"))
     outcome: array[int] = field(default_factory=lambda: array("H"))  # an index into `outcomes`
     outcomes: dict[tuple[int, str], int] = field(default_factory=dict)  # (status, code), or (0, SendError)
-    unfinished: int = 0  # sent, with the answer still to come when the process was stopped
+    unfinished: int = 0  # requests that were sent, but not yet answered when the process was stopped
+    refused: dict[tuple[int, str], str] = field(
+        default_factory=dict
+    )  # (number of request, param): error code
 
     def add(self, due: float, sent: float, done: float, status: int, code: str) -> None:
         self.due.append(due)
@@ -62,9 +69,10 @@ class Notes:
 
 
 def work(share: Share, pipe: Pipe) -> None:
-    """The process. Says that it is ready, gets the time to start, and returns its `Notes`.
+    """Runs a load process. Sends `None` when it is ready, receives the time to start, and sends its `Notes`.
 
-    The time is of `time.monotonic`, which processes share. Anything more on the pipe, or its end, stops it.
+    The time is of `time.monotonic`, which is the same in all processes. A second message or the end of the
+    pipe stops the load.
     """
     allow_many_files()
     with share.requests.open("rb") as file:
@@ -78,17 +86,17 @@ def work(share: Share, pipe: Pipe) -> None:
     time.sleep(max(begin - time.monotonic(), 0))
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         notes = runner.run(send_all(share, requests, begin, pipe.fileno()))
-    os.set_blocking(pipe.fileno(), True)  # which the event loop had changed
+    os.set_blocking(pipe.fileno(), True)  # the event loop has made it non-blocking
     pipe.send(notes)
 
 
-async def send_all(share: Share, requests: Iterable[memoryview], begin: float, stop_fd: int) -> Notes:
-    """Sends for `total_s` since `begin`, waits for the answers, and returns what happened.
+async def send_all(share: Share, requests: Sequence[memoryview], begin: float, stop_fd: int) -> Notes:
+    """Sends requests for `total_s` from `begin` on, waits for the answers, and returns the notes.
 
-    Stops at once when `stop_fd` can be read.
+    Stops at once when `stop_fd` becomes readable.
     """
     client = Client(share.host, share.port, share.timeout_s)
-    sender = Sender(client, requests, begin)
+    sender = Sender(client, requests, share.first, begin)
     sending = asyncio.ensure_future(
         send_open(sender, share.rate, share.total_s, share.seed)
         if share.rate is not None
@@ -100,29 +108,33 @@ async def send_all(share: Share, requests: Iterable[memoryview], begin: float, s
     loop.remove_reader(stop_fd)
     client.close()
     if not sending.cancelled():
-        sending.result()  # raises what went wrong, if anything did
+        sending.result()  # raises the exception of `sending`, if it has one
     return sender.notes
 
 
 class Sender:
-    """Sends single requests and notes what happened. `now` is the time since the agreed start."""
+    """Sends single requests in turn, from number `first` on, and notes their times and outcomes."""
 
-    def __init__(self, client: Client, requests: Iterable[memoryview], begin: float) -> None:
+    def __init__(self, client: Client, requests: Sequence[memoryview], first: int, begin: float) -> None:
         self.notes = Notes()
         self._client = client
-        self._requests = cycle(requests)
+        self._requests = islice(cycle(enumerate(requests)), first, None)
         self._begin = begin
 
     def now(self) -> float:
+        """Seconds since the common start."""
         return time.monotonic() - self._begin
 
     async def send(self, due: float) -> bool:
-        """Sends the next request, and says whether there was an answer."""
+        """Sends the next request. Returns whether it got an answer."""
         sent = self.now()
+        number, request = next(self._requests)
         self.notes.unfinished += 1
         try:
-            answer = await self._client.send(next(self._requests))
+            answer = await self._client.send(request)
             status, code = answer.status, answer.code
+            if status in _REFUSED:
+                self.notes.refused[number, answer.param] = code
         except SendError as error:
             status, code = 0, str(error)
         self.notes.unfinished -= 1
@@ -131,7 +143,7 @@ class Sender:
 
 
 async def send_closed(sender: Sender, concurrency: int, total_s: float) -> None:
-    """Callers that send as soon as they have their answer, whatever it is."""
+    """Each caller sends its next request as soon as the last one has an answer, also after a refusal."""
 
     async def call() -> None:
         while (due := sender.now()) < total_s:
@@ -144,9 +156,9 @@ async def send_closed(sender: Sender, concurrency: int, total_s: float) -> None:
 
 
 async def send_open(sender: Sender, rate: float, total_s: float, seed: str) -> None:
-    """Requests when they are due, however many are still unanswered.
+    """Sends each request when it is due, even if many have no answer yet.
 
-    A thread waits for the times, since timers of event loops have a resolution of 1 ms.
+    A thread waits for the times, because timers of event loops have a resolution of 1 ms.
     """
     loop = asyncio.get_running_loop()
     stopped, all_sent = threading.Event(), asyncio.Event()
@@ -173,7 +185,7 @@ async def send_open(sender: Sender, rate: float, total_s: float, seed: str) -> N
 
 
 def arrivals(rate: float, total_s: float, seed: str) -> Iterator[float]:
-    """Times of a Poisson process of `rate` a second, from 0 to `total_s`."""
+    """Times of a Poisson process with `rate` arrivals per second, from 0 to `total_s` seconds."""
     rng = random.Random(seed)
     due = rng.expovariate(rate)
     while due < total_s:

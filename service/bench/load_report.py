@@ -1,12 +1,13 @@
-"""What the notes of all load processes say: rates, latencies and errors, and the table that people read.
+"""Rates, latencies and errors from the notes of all load processes, and the table that shows them.
 
-Knows times and outcomes; nothing of how requests were sent.
+Knows times and outcomes. Knows nothing of how requests were sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,14 +16,15 @@ from service.bench.load import Notes
 from service.bench.scrape import Growth
 
 REFUSALS = (429, 503)
-LATE_MS = 10.0  # a request sent later than this after it was due was not sent in time
+LATE_MS = 10.0  # a request that was sent more than this after it was due counts as late
+MAX_REFUSED = 20  # images that the table names
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of a number of requests; None where there were none."""
+    """Milliseconds, over several requests. None if there were no requests."""
 
     mean: float | None
     p50: float | None
@@ -33,10 +35,11 @@ class Times:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What was measured in a window of time.
+    """Figures of the measured time.
 
-    Rates count answers that came in the window. All else is of the requests that were due in it, whenever
-    they were answered: `latency` from when a request was due, `service_time` from when it was sent.
+    Rates count the answers that arrived in the measured time. All other figures are of the requests that were
+    due in it, even if they were answered later. `latency_ms` counts from when a request was due,
+    `service_time_ms` from when it was sent.
     """
 
     window_s: float
@@ -50,14 +53,14 @@ class LoadReport:
     statuses: dict[str, int]
     error_codes: dict[str, int]
     connection_errors: dict[str, int]
-    unfinished: int  # still to be answered when the load was stopped
+    unfinished: int  # without an answer when the load was stopped
     lag_ms: Times  # from when a request was due until it was sent
-    late: int  # sent more than 10 ms after they were due
+    late: int  # sent more than 10 ms after the request was due
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Resident bytes of the server, None where it does not say."""
+    """Resident bytes of the server. None if its metrics do not have them."""
 
     start: float | None
     end: float | None
@@ -65,7 +68,7 @@ class Memory:
 
 
 def summarize(notes: Sequence[Notes], start_s: float, end_s: float, images_per_request: int) -> LoadReport:
-    """Sums up what was due and answered from `start_s` to `end_s` after the agreed start."""
+    """The figures of the time from `start_s` to `end_s`, in seconds since the common start."""
     due, sent, done = (_joined([getattr(each, name) for each in notes]) for name in ("due", "sent", "done"))
     outcomes = [_outcomes(each) for each in notes]
     labels = [label for each in outcomes for label in each]
@@ -116,8 +119,14 @@ def _counts(names: Sequence[str]) -> dict[str, int]:
     return {name: names.count(name) for name in sorted(set(names))}
 
 
-def format_report(load: LoadReport, is_open: bool, server: Growth | None, memory: Memory) -> str:
-    """The table."""
+def format_report(
+    load: LoadReport,
+    is_open: bool,
+    server: Growth | None,
+    memory: Memory,
+    refused: Mapping[str, str] = {},
+) -> str:
+    """The table. `refused` has the error code of each refused image, by name."""
     lines = [
         _line("requests", f"{load.requests} in {load.window_s:.1f} s, and {load.unfinished} unfinished"),
         _line("answered", f"{load.answered_per_s:.1f}/s"),
@@ -140,7 +149,14 @@ def format_report(load: LoadReport, is_open: bool, server: Growth | None, memory
         lines.append(
             f"{load.late} requests were sent over {LATE_MS:.0f} ms late: the generator was too slow\n"
         )
-    return "".join([*lines, *_server_lines(server, memory)])
+    return "".join([*lines, *_server_lines(server, memory), *_refused_lines(refused)])
+
+
+def _refused_lines(refused: Mapping[str, str]) -> Iterator[str]:
+    for name, code in islice(refused.items(), MAX_REFUSED):
+        yield _line("refused image", f"{name}: {code}")
+    if len(refused) > MAX_REFUSED:
+        yield _line("refused images", f"{len(refused) - MAX_REFUSED} more, which --json lists")
 
 
 def _server_lines(server: Growth | None, memory: Memory) -> Iterator[str]:

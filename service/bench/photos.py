@@ -1,12 +1,14 @@
-"""The requests that `bench serve` sends: images made or read from a folder, as ready bytes in one file.
+"""The requests that `bench serve` sends: images, made or read from a folder, as complete bytes in one file.
 
-Load processes map the file, so that they share its memory. Knows bodies of `POST /embed`; nothing of sending.
+Load processes map the file, so that they share its memory. Knows bodies of `POST /embed`. Knows nothing of
+sending.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -14,26 +16,27 @@ from typing import IO
 import numpy as np
 from PIL import Image
 
-MAX_IMAGES = 512  # different ones of a folder; a bound on the size of the file
+MAX_IMAGES = 512  # of a folder; bounds the size of the file
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
+_IMAGE_PARAM = re.compile(r"images\[(\d+)\]")
 _BOUNDARY = b"vision-sidecar-bench"
-_NOISE = 8.0  # makes a JPEG of 336 x 336 about 32 KB, as photographs of that size have
+_NOISE = 8.0  # with it, a JPEG of 336 x 336 has about 32 KB, like a photograph of that size
 
 
 @dataclass(frozen=True)
 class Target:
-    """What is in front of every body."""
+    """The parts of every request head that depend on the server."""
 
-    host: str  # as in the URL, with its port
+    host: str  # with the port, as in the URL
     path: str  # with the query
     api_key: str | None
 
 
-def make_photos(width: int, height: int, format_: str, seed: int) -> list[bytes]:
-    """Different images like photographs, 4 to 32 of them: smooth gradients with noise. JPEG quality is 85."""
+def make_photos(width: int, height: int, format_: str, seed: int) -> dict[str, bytes]:
+    """Makes 4 to 32 different images like photographs: smooth gradients with noise. JPEG quality is 85."""
     rng = np.random.default_rng(seed)
     count = min(max(2**24 // (width * height), 4), 32)
-    return [_make_photo(width, height, format_, rng) for _ in range(count)]
+    return {f"made image {number}": _make_photo(width, height, format_, rng) for number in range(count)}
 
 
 def _make_photo(width: int, height: int, format_: str, rng: np.random.Generator) -> bytes:
@@ -46,18 +49,18 @@ def _make_photo(width: int, height: int, format_: str, rng: np.random.Generator)
     return file.getvalue()
 
 
-def read_photos(folder: Path) -> list[bytes]:
-    """The first images of a folder by name. Raises `OSError`, also where there is none."""
+def read_photos(folder: Path) -> dict[str, bytes]:
+    """The first images of a folder, by file name in order. Raises `OSError`, also if there is none."""
     paths = sorted(path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES)
     if not paths:
         raise FileNotFoundError(f"no image in {folder}")
-    return [path.read_bytes() for path in paths[:MAX_IMAGES]]
+    return {path.name: path.read_bytes() for path in paths[:MAX_IMAGES]}
 
 
 def write_requests(
     target: Target, images: Sequence[bytes], images_per_request: int, file: IO[bytes]
 ) -> list[tuple[int, int]]:
-    """Writes as many requests as there are images, and returns where each begins and ends."""
+    """Writes as many requests as there are images. Request n begins with image n. Returns their spans."""
     spans = []
     for first in range(len(images)):
         some = [images[(first + index) % len(images)] for index in range(images_per_request)]
@@ -69,8 +72,22 @@ def write_requests(
     return spans
 
 
+def name_refused(
+    names: Sequence[str], images_per_request: int, refused: Mapping[tuple[int, str], str]
+) -> dict[str, str]:
+    """The error code of each image that the server refused, by name. `refused` is as in `Notes`."""
+    found = {}
+    for (number, param), code in refused.items():
+        index = _IMAGE_PARAM.fullmatch(param)
+        if index:
+            found[names[(number + int(index[1])) % len(names)]] = code
+        elif not param and images_per_request == 1:  # such as a body that is too large
+            found[names[number]] = code
+    return dict(sorted(found.items()))
+
+
 def _request(target: Target, images: Sequence[bytes]) -> Iterable[bytes]:
-    """One image as it is, several as a form."""
+    """One request: a single image is the body, several are a form."""
     if len(images) == 1:
         content_type, body = b"application/octet-stream", list(images)
     else:

@@ -1,6 +1,6 @@
-"""Where `bench encoder` says the time of a batch goes: its kernels, by name.
+"""The kernels that a batch runs, with their times. On a CPU they are operations of torch.
 
-On a CPU they are torch's operations. Knows sides and batches; nothing of what they stand for.
+Knows sides and batches. Knows nothing of their content.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from models import Patches
 from service.bench.sides import Side
 
 BATCHES = 5
-MAX_NAME = 76  # a kernel's template arguments can take lines
+MAX_NAME = 76  # characters; the template arguments of a kernel can fill several lines
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """All runs of one kernel in one batch. Copies count as kernels."""
+    """All runs of one kernel in a batch. Copies count as kernels."""
 
     name: str
     calls: float
@@ -29,7 +29,7 @@ class Kernel:
 
 
 class Event(Protocol):
-    """What is read of the profiler's sum over one kernel or operation. Times in microseconds."""
+    """The profiler's sums over all runs of one kernel or operation. Times are in microseconds."""
 
     key: str
     count: int
@@ -38,12 +38,12 @@ class Event(Protocol):
 
 
 def profile_kernels(side: Side, batch: Sequence[Patches], device: torch.device) -> list[Kernel]:
-    """Those of one batch, the costliest first. Of replicas on GPUs they are the sums over all.
+    """The kernels of one batch, the slowest first. With replicas on GPUs, sums over all of them.
 
-    Kernels that run at the same time, as uploads do, count in full.
+    Kernels that run at the same time, such as uploads, count in full.
     """
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
-    with profile(activities=[activity], acc_events=True) as recorded:  # else torch 2.11 warns
+    with profile(activities=[activity], acc_events=True) as recorded:  # without it, torch 2.11 warns
         for _ in range(BATCHES):
             side.encode(batch)
         side.wait()
@@ -51,7 +51,7 @@ def profile_kernels(side: Side, batch: Sequence[Patches], device: torch.device) 
 
 
 def kernels_of(events: Iterable[Event], device: torch.device) -> list[Kernel]:
-    """The kernels of one batch out of the sums over `BATCHES`, the costliest first."""
+    """The kernels of one batch, the slowest first. `events` are sums over `BATCHES` batches."""
 
     def used_us(event: Event) -> float:
         return event.self_device_time_total if device.type == "cuda" else event.self_cpu_time_total
@@ -65,7 +65,7 @@ def kernels_of(events: Iterable[Event], device: torch.device) -> list[Kernel]:
 
 
 def format_kernels(kernels: Sequence[Kernel]) -> str:
-    """A line for each: its share of the sum, milliseconds and calls of a batch, microseconds of a call."""
+    """A line for each kernel: its share of the time, ms and calls per batch, and µs per call."""
     total = sum(kernel.ms for kernel in kernels)
     lines = [f"  {total:.3f} ms of kernels\n"]
     lines += [

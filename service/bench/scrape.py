@@ -1,6 +1,6 @@
-"""What `bench serve` reads of a server's own metrics, and how they grew while it was measured.
+"""The metrics of the measured server, and their growth during the measured time.
 
-Knows names of metrics; nothing of load. Whatever a server does not export is left out.
+Knows the names of metrics. Knows nothing of load. Metrics that the server does not export are left out.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ _MEMORY = re.compile(r"^process_resident_memory_bytes (\S+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The metrics at one time, by name without our prefix."""
+    """The metrics at one time, by name without the prefix `vision_sidecar_`."""
 
-    at_s: float  # of `time.monotonic`
+    at_s: float  # `time.monotonic`
     samples: Mapping[str, Sequence[Sample]]
 
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """The values of a metric by the value of a label."""
+        """The values of a metric, by the value of a label."""
         return {sample.labels.get(label, ""): sample.value for sample in self.samples.get(name, ())}
 
     def total(self, name: str) -> float | None:
-        """The sum of a metric's series; None where there are none."""
+        """The sum over all series of a metric. None if it has none."""
         samples = self.samples.get(name)
         return None if samples is None else sum(sample.value for sample in samples)
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What a server counted between two snapshots, None for what it does not export."""
+    """The growth of metrics between two snapshots. None for a metric that the server does not export."""
 
-    device_busy: dict[str, float]  # seconds a second, by device
+    device_busy: dict[str, float]  # busy seconds per second, by device
     graph_hits: float | None  # images
     graph_misses: float | None
-    padded_share: float | None  # of the tokens computed
+    padded_share: float | None  # of the computed tokens
     batch_images: float | None  # mean
     stage_ms: dict[str, float]  # means
 
 
 class Server:
-    """The pages of a server that cost it little. `prefix` is what stands before its paths."""
+    """The metrics page of a server. `prefix` is the path in front of the server's own paths."""
 
     def __init__(self, host: str, port: int, prefix: str) -> None:
         self._host, self._port = host, port
         self._path = f"{prefix}/metrics"
 
     def snapshot(self) -> Snapshot:
-        """The metrics now; none where there is no such page. Raises `OSError` where nobody answers."""
+        """The metrics now. Empty if the server has no such page. Raises `OSError` if it does not answer."""
         text = self._get()
         try:
             families = [*text_string_to_metric_families(text)]
@@ -69,7 +69,7 @@ class Server:
         return Snapshot(time.monotonic(), samples)
 
     def memory_bytes(self) -> list[float]:
-        """Resident memory of the process now; empty where it cannot be read."""
+        """Resident memory of the process now. Empty if it cannot be read."""
         try:
             return [float(value) for value in _MEMORY.findall(self._get())]
         except OSError:
@@ -82,14 +82,14 @@ class Server:
             answer = connection.getresponse()
             body = answer.read()
         except http.client.HTTPException as error:
-            raise OSError(f"no HTTP: {type(error).__name__}") from None
+            raise OSError(f"not HTTP: {type(error).__name__}") from None
         finally:
             connection.close()
         return body.decode(errors="replace") if answer.status == 200 else ""
 
 
 def growth(before: Snapshot, after: Snapshot) -> Growth:
-    """What was counted between two snapshots."""
+    """The growth of the metrics between two snapshots."""
     seconds = after.at_s - before.at_s
     tokens, padding = (_grown(before, after, f"{name}_tokens_total") for name in ("image", "encoder_padding"))
     return Growth(

@@ -1,8 +1,8 @@
-"""`vision-sidecar bench serve`: a running server under load, from separate processes.
+"""Measures a running server under load. Separate processes send the load.
 
-Open loop (`--rate`): Poisson arrivals whatever the server does, latency from when a request was due. Closed
-loop (`--concurrency`): callers that send again as soon as they have an answer, a refusal too. Ctrl-C reports
-what was measured so far.
+Open loop (`--rate`): Poisson arrivals, independent of the server; latency counts from when a request was due.
+Closed loop (`--concurrency`): each caller sends again as soon as it has an answer, also after a refusal.
+Ctrl-C stops the load and prints the results so far.
 """
 
 from __future__ import annotations
@@ -24,37 +24,42 @@ from urllib.parse import urlsplit
 from service.bench.fleet import Fleet, FleetError
 from service.bench.load import Share
 from service.bench.load_report import Memory, format_report, summarize
-from service.bench.photos import Target, make_photos, read_photos, write_requests
+from service.bench.photos import Target, make_photos, name_refused, read_photos, write_requests
 from service.bench.scrape import Server, Snapshot, growth
 
 INTERRUPTED = 130  # exit code after Ctrl-C
 _MAX_SIDE = 8192
-_SAMPLE_S = 1.0  # between looks at the server's memory
+_SAMPLE_S = 1.0  # between two readings of the server's memory
 
 
 class UsageError(Exception):
-    """What cannot be measured, in one line."""
+    """Flags that cannot be used together. The message is one line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `bench serve`."""
     add = parser.add_argument
-    add("--url", type=_url, default="http://127.0.0.1:8080", help="of the server [http://127.0.0.1:8080]")
+    add("--url", type=_url, default="http://127.0.0.1:8080", help="URL of the server [http://127.0.0.1:8080]")
     load = parser.add_mutually_exclusive_group()
-    load.add_argument("--rate", type=_positive_float, help="open loop: requests a second")
-    load.add_argument("--concurrency", type=_positive, default=8, help="closed loop: callers [8]")
+    load.add_argument("--rate", type=_positive_float, help="open loop: requests per second")
+    load.add_argument("--concurrency", type=_positive, default=8, help="closed loop: number of callers [8]")
     processes = min(max((os.cpu_count() or 1) // 4, 1), 4)
-    add("--processes", type=_positive, default=processes, help=f"that send the load [{processes}]")
-    add("--duration", type=_positive_float, default=10.0, help="seconds that count [10]")
-    add("--warmup", type=_seconds, default=2.0, help="seconds before them [2]")
-    add("--timeout", type=_positive_float, default=60.0, help="seconds to wait for an answer [60]")
-    add("--images", type=Path, help="folder of images to send; without it images are made")
-    add("--size", type=_size, help="of the images that are made, WIDTHxHEIGHT [336x336]")
-    add("--format", choices=("jpeg", "png"), help="of the images that are made [jpeg]")
-    add("--images-per-request", type=_positive, default=1, help="more than 1 are sent as a form [1]")
-    add("--query", type=_query, help="options, such as pooling=none&dtype=float16")
-    add("--api-key", type=_visible, help="sent with every request")
-    add("--seed", type=int, default=0, help="of arrivals and of images that are made [0]")
+    add("--processes", type=_positive, default=processes, help=f"processes that send the load [{processes}]")
+    add("--duration", type=_positive_float, default=10.0, help="measured time in seconds [10]")
+    add("--warmup", type=_seconds, default=2.0, help="load before the measured time, in seconds [2]")
+    add("--timeout", type=_positive_float, default=60.0, help="longest wait for an answer, in seconds [60]")
+    add("--images", type=Path, help="folder with images to send [images are made]")
+    add("--size", type=_size, help="size of the made images, WIDTHxHEIGHT [336x336]")
+    add("--format", choices=("jpeg", "png"), help="format of the made images [jpeg]")
+    add(
+        "--images-per-request",
+        type=_positive,
+        default=1,
+        help="images in each request; several are sent as a form [1]",
+    )
+    add("--query", type=_query, help="options of each request, such as pooling=none&dtype=float16")
+    add("--api-key", type=_visible, help="API key that is sent with each request")
+    add("--seed", type=int, default=0, help="seed of arrivals and made images [0]")
     add("--json", type=Path, help="also write the results to this file")
 
 
@@ -98,17 +103,17 @@ def _query(text: str) -> str:
 
 def _url(text: str) -> str:
     parts = urlsplit(_visible(text))
-    # `port` raises `ValueError` where it is no number.
+    # `port` raises `ValueError` if it is not a number.
     if parts.scheme != "http" or not parts.hostname or parts.port == 0 or parts.query or parts.fragment:
-        raise argparse.ArgumentTypeError("must be like http://127.0.0.1:8080")
+        raise argparse.ArgumentTypeError("must be a URL such as http://127.0.0.1:8080")
     return text.rstrip("/")
 
 
 @dataclass(frozen=True)
 class Watched:
-    """The server while it was under load. Times of `time.monotonic`."""
+    """The server while it was under load."""
 
-    end: float
+    end: float  # of the measured time, as `time.monotonic`
     is_interrupted: bool
     before: Snapshot | None
     after: Snapshot | None
@@ -119,7 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures and prints. Returns the exit code."""
     try:
         return _run(arguments)
-    except KeyboardInterrupt:  # before anything was measured
+    except KeyboardInterrupt:  # before the load began
         return INTERRUPTED
 
 
@@ -139,9 +144,9 @@ def _run(arguments: argparse.Namespace) -> int:
     path = f"{parts.path}/embed" + (f"?{arguments.query}" if arguments.query else "")
     target = Target(parts.netloc.rpartition("@")[2], path, arguments.api_key)
     with report, tempfile.NamedTemporaryFile(prefix="vision-sidecar-bench-") as file:
-        spans = write_requests(target, photos, arguments.images_per_request, file)
+        spans = write_requests(target, list(photos.values()), arguments.images_per_request, file)
         shares = _shares(arguments, host, port, Path(file.name), spans)
-        return _measure(arguments, server, shares, report)
+        return _measure(arguments, server, shares, list(photos), report)
 
 
 def _complain(text: str) -> int:
@@ -158,30 +163,30 @@ def _find_address(url: str) -> tuple[str, int]:
     return host, port
 
 
-def _photos(arguments: argparse.Namespace) -> list[bytes]:
+def _photos(arguments: argparse.Namespace) -> dict[str, bytes]:
     if arguments.images is None:
         width, height = arguments.size or (336, 336)
         return make_photos(width, height, arguments.format or "jpeg", arguments.seed)
     if arguments.size or arguments.format:
-        raise UsageError("--size and --format are for images that are made, not for --images")
+        raise UsageError("--size and --format are for made images, not for --images")
     return read_photos(arguments.images)
 
 
 def _shares(
     arguments: argparse.Namespace, host: str, port: int, requests: Path, spans: list[tuple[int, int]]
 ) -> list[Share]:
-    """Equal shares of the load; each process begins with another request."""
+    """Divides the load into equal shares. Each process starts with a different request."""
     is_open = arguments.rate is not None
     count = arguments.processes if is_open else min(arguments.processes, arguments.concurrency)
     shares = []
     for index in range(count):
-        first = index * len(spans) // count
         shares.append(
             Share(
                 host=host,
                 port=port,
                 requests=requests,
-                spans=tuple(spans[first:] + spans[:first]),
+                spans=tuple(spans),
+                first=index * len(spans) // count,
                 rate=arguments.rate / count if is_open else None,
                 concurrency=arguments.concurrency // count + (index < arguments.concurrency % count),
                 total_s=arguments.warmup + arguments.duration,
@@ -192,7 +197,9 @@ def _shares(
     return shares
 
 
-def _measure(arguments: argparse.Namespace, server: Server, shares: list[Share], report: IO[str]) -> int:
+def _measure(
+    arguments: argparse.Namespace, server: Server, shares: list[Share], names: list[str], report: IO[str]
+) -> int:
     try:
         with Fleet(shares) as fleet:
             begin = fleet.start()
@@ -207,12 +214,15 @@ def _measure(arguments: argparse.Namespace, server: Server, shares: list[Share],
     is_open = arguments.rate is not None
     shape = f"open loop, {arguments.rate:g}/s" if is_open else f"closed loop, {arguments.concurrency} callers"
     sys.stdout.write(f"{arguments.url}: {shape}, processes: {len(shares)}\n")
-    sys.stdout.write(format_report(load, is_open, grown, watched.memory))
+    errors = {key: code for each in notes for key, code in each.refused.items()}
+    refused = name_refused(names, arguments.images_per_request, errors)
+    sys.stdout.write(format_report(load, is_open, grown, watched.memory, refused))
     content = {
-        # The key stays out of what may be shown to others.
+        # Users may show the report to others, so it has no key.
         "arguments": {name: str(value) for name, value in vars(arguments).items() if name != "api_key"},
         "processes": len(shares),
         "load": asdict(load),
+        "refused_images": refused,
         "server": grown and asdict(grown),
         "memory": asdict(watched.memory),
     }
@@ -223,7 +233,7 @@ def _measure(arguments: argparse.Namespace, server: Server, shares: list[Share],
 def watch(
     server: Server, start: float, end: float, wait_for_load: Callable[[], object], stop: Callable[[], object]
 ) -> Watched:
-    """Looks at the server from `start` to `end` and waits for the last answers; Ctrl-C stops the load."""
+    """Reads the metrics from `start` to `end`, then waits for the last answers. Ctrl-C stops the load."""
     before = after = None
     samples: list[float] = []
     is_interrupted = False

@@ -1,4 +1,4 @@
-"""The implementations that `bench encoder` compares, all with the same weights on the same device."""
+"""The implementations (sides) that `bench encoder` compares. All have the same weights on the same device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIDES = ("transformers", "eager-plain", "eager", "graph-plain", "graph")
 
 @dataclass(frozen=True)
 class Start:
-    """What it took to get ready: graphs captured, their seconds and their memory."""
+    """The cost of the start: number of captured graphs, time to capture them, and their memory."""
 
     num_graphs: int = 0
     capture_seconds: float = 0.0
@@ -40,8 +40,8 @@ class Start:
 class Side:
     """One implementation.
 
-    `encode` starts a batch, and `wait` waits for the devices; `submit`, of replicas only, starts one whose
-    vectors come to the host. `padding` counts padded tokens so far.
+    `encode` starts a batch. `wait` waits for the devices. `padding` returns the number of padded tokens so
+    far. Replicas also have `submit`, which starts a batch and copies its vectors to the host.
     """
 
     name: str
@@ -65,10 +65,11 @@ def make_side(
     budget_steps: int,
     num_replicas: int | None,
 ) -> Side:
-    """`transformers`: its model, eager, SDPA. `eager` and `graph`: ours; `-plain`: without fused kernels.
+    """Makes a side by its name.
 
-    With `num_replicas` ours run as so many replicas on the first devices, whatever `device` is. Raises
-    `ModelError` where these are not here.
+    `transformers` is its model, eager with SDPA. `eager` and `graph` are ours; `-plain` means without fused
+    kernels. With `num_replicas`, ours run as replicas on the first devices of the type of `device`. Raises
+    `ModelError` if there are too few devices.
     """
 
     def wait() -> None:
@@ -103,7 +104,7 @@ def make_side(
 def _side_of_replicas(
     name: str, load: Callable[[torch.device], VisionEncoder], devices: Mapping[str, torch.device]
 ) -> Side:
-    """What one vector for each image takes, with the images of a batch shared out among the devices."""
+    """A side that computes one vector for each image and divides the images of a batch among the devices."""
     group = ReplicaGroup([Replica(name, partial(load, device)) for name, device in devices.items()])
     encoders = [replica.ready.result() for replica in group.replicas]
     vector = OutputSpec(pooled=True, normalize=True, deepstack=False, dtype=torch.float32)
@@ -115,7 +116,7 @@ def _side_of_replicas(
         name,
         encoders[0].attn_backend,
         encode=lambda batch: submit(batch).result(),
-        wait=lambda: None,  # `encode` has waited
+        wait=lambda: None,  # `encode` waits
         padding=lambda: sum(encoder.graphs.counts.padding_tokens for encoder in encoders),
         start=_start(encoders),
         submit=submit,
@@ -125,7 +126,7 @@ def _side_of_replicas(
 
 
 def _start(encoders: Sequence[VisionEncoder]) -> Start:
-    """Of the slowest and the largest."""
+    """The longest capture and the largest memory of all encoders."""
     graphs = [encoder.graphs for encoder in encoders]
     return Start(
         len(graphs[0].graphs),
@@ -135,7 +136,7 @@ def _start(encoders: Sequence[VisionEncoder]) -> Start:
 
 
 class Reference:
-    """transformers' vision model with the weights of a checkpoint."""
+    """The vision model of transformers with the weights of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         vision = checkpoint.vision
@@ -164,7 +165,7 @@ class Reference:
         self._channels = vision.in_channels
 
     def encode(self, images: Sequence[Patches]) -> object:
-        """Pixels are normalized on the device: cheaper than the floats that its processor would send."""
+        """Encodes a batch. Normalizes on the device: the processor of transformers would copy more bytes."""
         pixels = torch.cat([image.pixels for image in images]).to(self._device, self._dtype)
         pixels = (pixels / 255 - self._mean) / self._std
         still = pixels.unflatten(1, (self._channels, 1, -1)).expand(-1, -1, self._frames, -1)

@@ -1,6 +1,6 @@
-"""How `bench encoder` takes times: by the device, of whole calls, and of batches that replicas have at once.
+"""How `bench encoder` measures times: by the clock of the device, of whole calls, or of submitted batches.
 
-Knows sides and batches; nothing of what they stand for.
+Knows sides and batches. Knows nothing of their content.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch
 from models import BatchResult, Patches
 from service.bench.sides import Side
 
-PRODUCT = 8192  # rows, columns and depth of the product that utilisation is measured against
+PRODUCT = 8192  # rows, columns and depth of the matrix product on a GPU
 
 Batches = Sequence[Sequence[Patches]]
 
 
 def time_on_device(side: Side, batches: Batches) -> list[float]:
-    """Seconds of each batch by the device's clock, while batches follow each other."""
+    """Seconds of each batch by the clock of the device, without a pause between batches."""
     marks = [_mark()]
     for batch in batches:
         side.encode(batch)
@@ -33,9 +33,9 @@ def time_on_device(side: Side, batches: Batches) -> list[float]:
 
 
 def time_whole(side: Side, batches: Batches) -> tuple[list[float], list[float]]:
-    """Seconds of each batch, host work included, each waited for; and those that the processors worked.
+    """Wall seconds of each batch, host work included, and its processor seconds. Waits for each batch.
 
-    The latter until the call returns: what follows is waiting for the device.
+    Processor time is counted until `encode` returns. After that, the process only waits for the device.
     """
     times_s: list[float] = []
     cpu_s: list[float] = []
@@ -51,9 +51,10 @@ def time_whole(side: Side, batches: Batches) -> tuple[list[float], list[float]]:
 def time_submitted(
     submit: Callable[[Sequence[Patches]], Future[BatchResult]], batches: Batches, max_submitted: int
 ) -> list[float]:
-    """Seconds of each batch until its results are on the host, since its start or the last one's end.
+    """Seconds of each batch until its results are on the host.
 
-    Up to `max_submitted` batches are with the devices at once; 1: each is waited for.
+    A batch counts from its start, or from the end of the batch before if that is later. Up to `max_submitted`
+    batches run at the same time.
     """
     times_s: list[float] = []
     running: deque[tuple[float, Future[BatchResult]]] = deque()
@@ -77,7 +78,7 @@ def time_submitted(
 
 
 def cpu_seconds(side: Side, batch: Sequence[Patches]) -> float:
-    """Processor time of one call on an idle device, until it returns."""
+    """Processor seconds of one call of `encode` on an idle device."""
     started = time.process_time()
     side.encode(batch)
     spent = time.process_time() - started
@@ -86,10 +87,10 @@ def cpu_seconds(side: Side, batch: Sequence[Patches]) -> float:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations a second of a large matrix product of random values, sustained as the workloads are.
+    """Operations per second of a large matrix product of random values, under steady load.
 
-    The median of products that follow each other for some time: a GPU's clock falls under steady load, and a
-    short burst would promise a rate that no long computation reaches.
+    Takes the median of many products without a pause: the clock of a GPU falls under steady load, and no long
+    computation reaches the rate of a short burst.
     """
     size, count = (PRODUCT, 400) if device.type == "cuda" else (1024, 5)
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))

@@ -1,6 +1,6 @@
-"""What `bench encoder` encodes: batches of random pixels at sizes that are fixed or drawn with a seed.
+"""The batches that `bench encoder` encodes: random pixels, at sizes that are fixed or drawn with a seed.
 
-Knows sizes and patches; nothing of devices or of how a batch is timed.
+Knows sizes and patches. Knows nothing of devices or of timing.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ TRACE = ((94, 94), (124, 124), (156, 156), (188, 188), (206, 230), (250, 250))  
 
 @dataclass(frozen=True)
 class Workload:
-    """Batches of grids [height, width] in patches, in the order in which they are encoded."""
+    """Batches of grids (height, width) in patches, in the order in which they are encoded."""
 
     name: str
     batches: tuple[tuple[tuple[int, int], ...], ...]
-    num_warmup: int  # batches at the front that are not counted
-    timing: Timing  # `device`: batches follow each other; `whole`: each is waited for, host work included
+    num_warmup: int  # first batches, which are not counted
+    timing: Timing  # `device`: without a pause between batches; `whole`: waits for each, host work included
 
     def images(self, preprocessor: Preprocessor, *, pin_memory: bool = False) -> Iterator[list[Patches]]:
-        """Random pixels for each batch; images are views of one array, so that memory stays small.
+        """Random pixels for each batch. Images are views of one array, which keeps memory small.
 
-        `pin_memory`: as `VisionEncoder.preprocess` makes them for a GPU.
+        `pin_memory` allocates them like `VisionEncoder.preprocess` does for a GPU.
         """
         config = preprocessor.config
         largest = max(height * width for batch in self.batches for height, width in batch)
@@ -49,12 +49,11 @@ class Workload:
 
 
 def make_workload(name: str, preprocessor: Preprocessor, repeats: int | None = None) -> Workload:
-    """The workload of that name; `repeats` shortens or lengthens it, and shortens its warm-up.
-
-    Raises `KeyError`.
+    """Makes a workload by its name. `repeats` sets the number of counted batches and limits the warm-up.
 
     `trace`: single images at the 10th to 99th percentile of a published production trace of this encoder.
-    `random-mm`: requests of 20 images of 336 x 336. `stream`: single images as people send to chat models.
+    `random-mm`: requests of 20 images of 336 x 336. `stream`: single images of sizes that are usual in chats.
+    Raises `KeyError`.
     """
     if name == "stream":
         return _stream(preprocessor, 3000 if repeats is None else repeats)

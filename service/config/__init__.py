@@ -1,5 +1,5 @@
 """Settings, command-line flags, logs and limits of the process.
 
-It hands on one checked, immutable `Settings`.
-It knows nothing of what the settings are used for.
+It hands on an immutable `Settings` whose values are checked.
+It knows nothing of how the settings are used.
 """

@@ -1,6 +1,6 @@
-"""The settings as an operator gives them: a flag and an environment variable for each, read into `Settings`.
+"""Command-line flags and environment variables, read into `Settings`. Each setting has one of both.
 
-Knows how each is written and what help says of it; nothing of what the values mean.
+Knows how they are written and what `--help` prints. Knows nothing of what the values mean.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ ENV_PREFIX = "VISION_SIDECAR_"
 _MAX_VALUE_CHARS = 64
 _MAX_MESSAGE_CHARS = 400
 
-# Kubernetes gives every pod these variables for a Service called vision-sidecar or vision-sidecar-something.
-# They are not ours. No setting looks like one of them but the port, which is told by its value.
+# Kubernetes sets these variables in each pod for a Service vision-sidecar or vision-sidecar-<name>. They
+# are not settings. Only VISION_SIDECAR_PORT can be both: its value shows which.
 _SERVICE_LINK = re.compile(
     ENV_PREFIX
     + r"([A-Z0-9_]+_)?"
@@ -33,14 +33,14 @@ _SERVICE_LINK = re.compile(
 
 
 class SettingsError(Exception):
-    """A flag or variable that cannot be used. The message is one line for the operator, and no long one."""
+    """A flag or a variable is unknown or has a bad value. The message is one short line for the operator."""
 
     def __init__(self, message: str) -> None:
         super().__init__(cut(message, _MAX_MESSAGE_CHARS))
 
 
 def cut(text: str, max_chars: int) -> str:
-    """The text, or its beginning and three dots."""
+    """The text if it is short enough, else its first `max_chars` characters and three dots."""
     return text if len(text) <= max_chars else text[:max_chars] + "..."
 
 
@@ -54,9 +54,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds one flag for each setting. Only flags that were given reach the namespace, as unparsed strings."""
+    """Adds a flag for each setting. The namespace gets only the flags that were given, as plain strings."""
     for name, field in Settings.model_fields.items():
-        # Where the default is found at start, the description says so.
+        # The description itself names a default that is found at start.
         default = "" if field.default_factory or field.default in (None, ()) else f" [{field.default}]"
         text = f"{field.description}{default} ({_variable(name)})".replace("%", "%%")
         if bool in get_args(field.annotation):
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_switch(parser: argparse.ArgumentParser, name: str, text: str) -> None:
-    """`--name`, `--name=false` and `--no-name`."""
+    """Adds `--name`, `--name=true`, `--name=false` and `--no-name`."""
     for flag in _spellings(flag_of(name)):
         parser.add_argument(
             flag,
@@ -96,7 +96,7 @@ def _add_switch(parser: argparse.ArgumentParser, name: str, text: str) -> None:
 
 
 def _spellings(flag: str) -> list[str]:
-    """The flag, and the same with underscores, which help does not mention."""
+    """The flag, and its spelling with underscores, which `--help` does not show."""
     return list(dict.fromkeys([flag, "--" + flag[2:].replace("-", "_")]))
 
 
@@ -105,33 +105,38 @@ def _visible(flag: str, text: str) -> str:
 
 
 def parse_settings(argv: Sequence[str], environ: Mapping[str, str]) -> Settings:
-    """Settings from flags (what follows `serve`) and environment variables; flags win.
+    """Reads the settings from flags (the arguments after `serve`) and from variables. Flags win.
 
-    A variable that is empty counts as not set, unless it is there to keep strangers out. Raises
-    `SettingsError`; `--help` prints and exits.
+    An empty variable counts as not set, but an empty one that restricts access (`NEVER_EMPTY`) is an error.
+    Raises `SettingsError`. `--help` prints the help and exits.
     """
     parser = _Parser(
         prog="vision-sidecar serve",
-        description="Serve image embeddings over HTTP. The environment variable after a flag sets it too.",
+        description="Serve image embeddings over HTTP. The variable in parentheses sets the flag, too.",
         allow_abbrev=False,
-        # Narrow enough for the longest variable to stay whole on 80 columns.
+        # On 80 columns, the name of the longest variable still fits on one line.
         formatter_class=partial(argparse.HelpFormatter, max_help_position=16),
     )
     add_arguments(parser)
     namespace, unknown = parser.parse_known_args(argv)
     if unknown:
-        # What stands alone may be a key behind a blank that should not be there.
-        is_shown = unknown[0].startswith("-") or "api_keys" not in namespace
-        given = printable(unknown[0].split("=", 1)[0]) if is_shown else "after --api-keys"
-        raise SettingsError(
-            f"unknown argument {given}{_suggestion(given, map(flag_of, Settings.model_fields))}"
-        )
+        raise SettingsError(f"unknown argument {_unknown_argument(unknown[0], namespace)}")
     flags: dict[str, str] = vars(namespace)
     variables = _read_environ(environ)
     try:
         return Settings.model_validate(variables | flags)
     except ValidationError as error:
         raise SettingsError(_describe(error, flags)) from None
+
+
+def _unknown_argument(argument: str, namespace: argparse.Namespace) -> str:
+    # A word without a dash may be a key: `--api-keys one, two` has a space too many.
+    if not argument.startswith("-") and "api_keys" in namespace:
+        return "after --api-keys"
+    given = printable(argument.split("=", 1)[0])
+    if not given.startswith("--"):
+        return given
+    return given + _suggestion(given, "--", [flag_of(name) for name in (*Settings.model_fields, "help")])
 
 
 def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:
@@ -142,19 +147,22 @@ def _read_environ(environ: Mapping[str, str]) -> dict[str, str]:
             continue
         if variable not in names:
             shown = printable(variable)
-            raise SettingsError(f"unknown environment variable {shown}{_suggestion(shown, names)}")
+            suggestion = _suggestion(shown, ENV_PREFIX, names)
+            raise SettingsError(f"unknown environment variable {shown}{suggestion}")
         if value or names[variable] in NEVER_EMPTY:
             values[names[variable]] = value
     return values
 
 
-def _suggestion(given: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(given, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+def _suggestion(given: str, prefix: str, known: Iterable[str]) -> str:
+    """Suggests the known name that is most like the given one, if any is. Compares without the prefix."""
+    names = [name.removeprefix(prefix) for name in known]
+    close = difflib.get_close_matches(given.removeprefix(prefix), names, n=1)
+    return f"; did you mean {prefix}{close[0]}?" if close else ""
 
 
 def _describe(error: ValidationError, flags: Mapping[str, str]) -> str:
-    """The first problem, as one line that names the flag or variable, the value and what is allowed."""
+    """The first problem in one line: the flag or the variable, its value, and what is allowed."""
     problem = error.errors(include_url=False)[0]
     if not problem["loc"]:
         return problem["msg"]

@@ -1,4 +1,4 @@
-"""How many files the process may have open: each connection is one."""
+"""The limit on open files of this process. Each connection is an open file."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-_KEPT = 512  # for what else the process opens
-# Tried in turn where the hard limit is refused: macOS calls it infinite, and takes finite ones only.
-_INSTEAD = tuple(2**power for power in range(20, 9, -1))
+_RESERVED = 512  # open files that are no connections
+# Tried one after the other if the hard limit is refused: on macOS it is infinite, but only finite limits are
+# accepted.
+_FINITE_LIMITS = tuple(2**power for power in range(20, 9, -1))
 
 
 class Limits(Protocol):
-    """What is used of the module `resource`."""
+    """The functions of the module `resource` that are used here."""
 
     def getrlimit(self, resource: int, /) -> tuple[int, int]: ...
 
@@ -23,10 +24,10 @@ class Limits(Protocol):
 
 
 def allow_many_files(limits: Limits = resource) -> None:
-    """Raises the limit to the most that the system lets the process choose. Never fails."""
+    """Raises the limit as far as the system allows. Logs a refusal; never fails."""
     soft, hard = limits.getrlimit(resource.RLIMIT_NOFILE)
     refusal: Exception | None = None
-    for wanted in (hard, *_INSTEAD):
+    for wanted in (hard, *_FINITE_LIMITS):
         if not _number(soft) < _number(wanted) <= _number(hard):
             continue
         try:
@@ -36,15 +37,15 @@ def allow_many_files(limits: Limits = resource) -> None:
         else:
             return
     if refusal:
-        logger.info("no more than %d files may be open at once, as before: %s", soft, refusal)
+        logger.info("the limit of open files stays %d: %s", soft, refusal)
 
 
 def max_connections(limits: Limits = resource) -> int:
-    """How many connections leave files for all else."""
+    """The most connections that leave enough open files for everything else."""
     limit = _number(limits.getrlimit(resource.RLIMIT_NOFILE)[0])
-    return max(limit - _KEPT, limit // 2)
+    return max(limit - _RESERVED, limit // 2)
 
 
 def _number(limit: int) -> int:
-    """A limit that can be compared: infinity is -1 on Linux."""
+    """The limit as a number that can be compared. On Linux, infinity is -1."""
     return sys.maxsize if limit == resource.RLIM_INFINITY else limit

@@ -1,6 +1,6 @@
-"""Lists of hosts, networks, origins and keys, as settings hold them: comma-separated, and checked.
+"""Types of settings that are comma-separated lists: hosts, networks, origins and keys. Each item is checked.
 
-Knows how each is written; nothing of what is done with them.
+Knows how an item is written. Knows nothing of how it is used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEY_FORM = "a key is one or more visible ASCII characters, without a comma"
 
 
 def split_list(value: object) -> object:
-    """A comma-separated list into its parts; nothing into no part."""
+    """Splits a comma-separated string. A blank string has no parts. Returns other values unchanged."""
     if not isinstance(value, str):
         return value
     return [part.strip() for part in value.split(",")] if value.strip() else []
@@ -35,10 +35,10 @@ def _canonical_host(text: str) -> str:
 
 
 def _split_keys(value: object) -> object:
-    """As `split_list`; but no key is a mistake, as by an empty shell variable, that opens the server."""
+    """Like `split_list`, but refuses a blank string: an unset shell variable must not open the server."""
     keys = split_list(value)
     if isinstance(value, str) and not keys:
-        raise PydanticCustomError("keys", "it holds no key")
+        raise PydanticCustomError("keys", "the list has no key")
     return keys
 
 
@@ -49,17 +49,17 @@ def _check_key(key: SecretStr) -> SecretStr:
 
 
 def _named(value: object) -> object:
-    """Not an empty path, which would be the working directory."""
+    """Refuses an empty path, which would mean the working directory."""
     if value == "":
-        raise PydanticCustomError("file", "it names no file")
+        raise PydanticCustomError("file", "the path is empty")
     return value
 
 
 def read_keys(path: Path) -> tuple[SecretStr, ...]:
-    """The keys in a file, one a line; blank lines and lines that begin with # are ignored.
+    """Reads one key from each line of a file. Ignores blank lines and lines that begin with #.
 
-    Raises `ValueError`, which shows nothing of what stands in it, where it cannot be read, holds no key or
-    anything that is none.
+    Raises `ValueError` if the file cannot be read, has no key, or has a line that is not a key. The message
+    shows no content of the file.
     """
     try:
         lines = [line.strip() for line in path.read_text("utf-8-sig").splitlines()]
@@ -69,16 +69,16 @@ def read_keys(path: Path) -> tuple[SecretStr, ...]:
         raise ValueError(f"{path} is not UTF-8") from None
     keys = {number: line for number, line in enumerate(lines, 1) if line and not line.startswith("#")}
     if not keys:
-        raise ValueError(f"{path} holds no key")
+        raise ValueError(f"{path} has no key")
     for number, key in keys.items():
         if not _KEY.fullmatch(key):
-            raise ValueError(f"line {number} of {path} is no key: {_KEY_FORM}")
+            raise ValueError(f"line {number} of {path} is not a key: {_KEY_FORM}")
     return tuple(map(SecretStr, keys.values()))
 
 
 _Host = Annotated[str, AfterValidator(_canonical_host)]
 _Key = Annotated[SecretStr, AfterValidator(_check_key)]
-# A scheme, a host and perhaps a port, as browsers write them: without a slash at the end.
+# A scheme, a host and possibly a port, without a slash at the end, as browsers write an origin.
 _Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+)$")]
 
 Hosts = Annotated[tuple[_Host, ...], BeforeValidator(split_list)]

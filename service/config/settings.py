@@ -1,7 +1,7 @@
-"""Every knob of the server: its meaning, its default, its limits, and which values contradict each other.
+"""Every setting of the server: its meaning, default and limits, and which values contradict each other.
 
-Knows nothing of where the values come from or what they are used for. What follows from the checkpoint is no
-setting.
+Knows nothing of where the values come from or how they are used. A value that follows from the checkpoint is
+not a setting.
 """
 
 from __future__ import annotations
@@ -24,89 +24,95 @@ AttnBackend = Literal["auto", "FLASH_ATTN", "FLASH_ATTN_4", "TORCH_SDPA"]
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-# The same as in `models` and in `images`, which take long to import: a bad flag should not have to wait.
+# Also in `models` and `service.images`. Those take long to import, and a bad flag must be reported at once.
 DEFAULT_BUDGET_STEPS = 8
 MAX_PIXELS_SUPPORTED = 178_956_970
 
-
 Counts = Annotated[tuple[Count, ...], BeforeValidator(split_list)]  # comma-separated
 
-# A hub id is a name, or an owner and a name. All else that `model` may hold is a path.
+# A hub id is a name, or an owner and a name. Any other `model` is a path.
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def _available_cores() -> int:
-    """Cores that this process may run on, which in a container can be fewer than the machine has."""
+    """Cores that this process may use. In a container they can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-# Settings whose values are shown nowhere.
+# Settings whose values are never shown.
 SECRETS = frozenset({"api_keys"})
-# Settings that keep strangers out. An empty one is a mistake that would let them in.
+# Settings that restrict access. An empty value is an error, because it would open the server to all.
 NEVER_EMPTY = frozenset({"api_keys", "api_keys_file"})
 
 
 class Settings(BaseModel):
-    """The configuration of one server, immutable."""
+    """The configuration of one server. Immutable."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
 
     host: str = Field(
-        "127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 is all of IPv4, :: all of both"
+        "127.0.0.1",
+        min_length=1,
+        description="address to listen on; 0.0.0.0 is every IPv4 address, :: every IPv4 and IPv6 address",
     )
     port: int = Field(8080, ge=0, le=65535, description="port to listen on; 0 takes a free one")
     api_keys: Keys = Field(
         (),
-        description="keys of clients, which send one as `Authorization: Bearer KEY`, comma-separated; a flag "
-        "can be seen by others on this machine, the variable and a file not [no key is needed]",
+        description="API keys, comma-separated; a client sends one as `Authorization: Bearer KEY`; other "
+        "users of this machine can see a flag, but not a variable or a file [no key is needed]",
     )
     api_keys_file: NamedFile | None = Field(
         None,
-        description="file with more such keys, one a line; blank lines and lines with # in front are ignored",
+        description="file with more API keys, one on each line; blank lines and lines that begin with # are "
+        "ignored",
     )
     cors_allow_origins: Origins = Field(
         (),
-        description="origins such as https://example.org whose pages may call the server from a browser, "
-        "comma-separated; * is all [none]",
+        description="origins of web pages that may call the server from a browser, such as "
+        "https://example.org, comma-separated; * means all [none]",
     )
     log_level: LogLevel = Field("info", description="least severe level that is logged")
-    log_format: LogFormat = Field("text", description="how the log is written: text, or a JSON object a line")
+    log_format: LogFormat = Field(
+        "text", description="format of the log: text, or one JSON object on each line"
+    )
 
     model: str = Field(
         "demo",
         min_length=1,
-        description="hub id or local folder; demo is a small encoder with random weights",
+        description="hub id or local folder; demo is a small model with random weights",
     )
     served_model_name: str | None = Field(
-        None, min_length=1, description="name of the model in answers [the hub id or the folder's name]"
+        None, min_length=1, description="name of the model in responses [the hub id or the folder's name]"
     )
     revision: str | None = Field(
-        None, min_length=1, description="branch, tag or commit of a model from the hub [its main branch]"
+        None, min_length=1, description="branch, tag or commit of a hub model [its main branch]"
     )
-    dtype: Dtype = Field("auto", description="type that the encoder computes in")
+    dtype: Dtype = Field("auto", description="data type in which the encoder computes")
     device: str = Field(
         "auto", pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$", description="auto, cpu, cuda or cuda:N"
     )
     data_parallel_size: Count = Field(
         1,
-        description="replicas of the encoder, each on a GPU of its own, or all on the CPU",
+        description="number of encoder replicas, each on its own GPU, or all on the CPU",
     )
-    mm_encoder_attn_backend: AttnBackend = Field("auto", description="implementation of attention")
+    mm_encoder_attn_backend: AttnBackend = Field("auto", description="attention implementation")
     cudagraph_mm_encoder: bool | None = Field(
-        None, description="capture CUDA graphs of the encoder at start and replay them [on with a GPU]"
+        None, description="capture CUDA graphs of the encoder at start and replay them [true with a GPU]"
     )
     encoder_cudagraph_token_budgets: Counts = Field(
         (),
-        description="sizes of the graphs in image tokens, comma-separated [inferred from the pixel limits]",
+        description="token budgets: sizes of the CUDA graphs in image tokens, comma-separated [inferred from "
+        "the pixel limits]",
     )
     encoder_cudagraph_budget_steps: Count = Field(
         DEFAULT_BUDGET_STEPS,
-        description="inferred budgets from one size to its double; 1: powers of two times the smallest image",
+        description="number of inferred token budgets from one size to twice that size; 1: powers of two "
+        "times the smallest image",
     )
     encoder_cudagraph_max_images_per_batch: int = Field(
-        0, ge=0, description="most images in one replay; 0: inferred from the budgets"
+        0, ge=0, description="most images in one graph replay; 0: inferred from the token budgets"
     )
     min_pixels: Count | None = Field(
         None, description="smaller images are enlarged to about this many pixels [the checkpoint's]"
@@ -116,67 +122,68 @@ class Settings(BaseModel):
     )
 
     max_batch_tokens: Count = Field(
-        16384, description="most image tokens in one batch; a larger image is a batch of its own"
+        16384, description="most image tokens in one batch; a larger image gets its own batch"
     )
     max_wait_ms: float = Field(
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="longest time in milliseconds that an idle device waits for a fuller batch",
+        description="longest time in milliseconds that an idle device waits for more images",
     )
     max_queue_tokens: Count = Field(
-        131072, description="most image tokens that may wait, for each device; more are refused"
+        131072, description="most waiting image tokens for each device; further requests are refused"
     )
     max_inflight_bytes: Count = Field(
-        2**29, description="most bytes of bodies and fetched images in memory at once; more are refused"
+        2**29,
+        description="most bytes of request bodies and fetched images in memory; further requests are refused",
     )
     max_body_bytes: Count = Field(64 * 2**20, description="largest request body in bytes")
     max_image_bytes: Count = Field(20 * 2**20, description="largest encoded image in bytes")
     max_image_pixels: Count = Field(
-        2**26, le=MAX_PIXELS_SUPPORTED, description="largest image in pixels before it is resized"
+        2**26, le=MAX_PIXELS_SUPPORTED, description="largest image in pixels, before it is resized"
     )
     max_images_per_request: Count = Field(32, description="most images in one request")
     max_request_tokens: Count = Field(65536, description="most image tokens in one request")
     body_timeout_s: Seconds = Field(30.0, description="longest time in seconds for a request body to arrive")
     request_timeout_s: Seconds = Field(
-        30.0, description="longest time in seconds from a request's headers to its answer"
+        30.0, description="longest time in seconds from the headers of a request to its response"
     )
     device_timeout_s: Seconds = Field(
         60.0,
-        description="a device that has work and finishes nothing for so many seconds has failed, as has an "
-        "API server that does not answer",
+        description="a device that has work but finishes none for this many seconds has failed; so has an "
+        "API server process that does not respond",
     )
     decode_threads: Count = Field(
         default_factory=_available_cores,
-        description="threads that decode and resize images, of all processes together [cores]",
+        description="threads that decode and resize images, in all processes together [number of cores]",
     )
     api_server_count: int = Field(
         0,
         ge=0,
         le=64,
-        description="processes that speak HTTP and decode images, beside one for each device; 1: one process "
-        "for all, unless there are several GPUs; 0: up to 4 for each GPU, each with 4 cores at least, and 1 "
-        "on a CPU",
+        description="processes that serve HTTP and decode images; each device has its own process besides; "
+        "1: a single process for everything, unless there are several GPUs; 0: up to 4 for each GPU, with at "
+        "least 4 cores for each process, and 1 on a CPU",
     )
     allowed_media_domains: Hosts = Field(
-        (), description="hosts that image URLs may name, exactly, comma-separated [nothing is fetched]"
+        (), description="exact hosts that image URLs may name, comma-separated [no URL is fetched]"
     )
     allowed_media_networks: Networks = Field(
         (),
-        description="networks such as 10.1.0.0/16 that hosts of image URLs may be in, comma-separated "
+        description="networks such as 10.1.0.0/16 in which the hosts of image URLs may be, comma-separated "
         "[public addresses only]",
     )
     media_timeout_s: Seconds = Field(
-        5.0, description="longest time in seconds for the image URLs of a request to be fetched"
+        5.0, description="longest time in seconds to fetch the image URLs of a request"
     )
     shutdown_delay_s: float = Field(
         0.0,
         ge=0,
         allow_inf_nan=False,
-        description="time in seconds at shutdown during which requests are still taken, but /readyz says 503",
+        description="time in seconds at shutdown in which requests are still accepted, but /readyz is 503",
     )
     shutdown_grace_s: Seconds = Field(
-        35.0, description="longest time in seconds that admitted requests may take to finish at shutdown"
+        35.0, description="longest time in seconds that accepted requests may take to finish at shutdown"
     )
 
     @model_validator(mode="after")
@@ -202,13 +209,13 @@ class Settings(BaseModel):
             _refuse(f"--revision {self.revision} needs a hub id as --model, not {self.model}")
         if self.data_parallel_size > 1 and ":" in self.device:
             _refuse(
-                f"--data-parallel-size {self.data_parallel_size} takes the GPUs from the first on, "
-                f"and --device {self.device} names one"
+                f"--data-parallel-size {self.data_parallel_size} uses several GPUs, "
+                f"but --device {self.device} names a single one"
             )
         if self.allowed_media_networks and not self.allowed_media_domains:
-            _refuse("--allowed-media-networks allows nothing without --allowed-media-domains")
+            _refuse("--allowed-media-networks has no effect without --allowed-media-domains")
         self._refuse_contradictions_about_graphs()
-        self.accepted_keys  # noqa: B018 - a file that cannot be read stops the start
+        self.accepted_keys  # noqa: B018 - an unreadable file must stop the start
         return self
 
     def _refuse_contradictions_about_graphs(self) -> None:
@@ -216,9 +223,11 @@ class Settings(BaseModel):
         if asking and self.cudagraph_mm_encoder is False:
             _refuse(f"{asking} needs CUDA graphs, which --cudagraph-mm-encoder false turns off")
         if asking and self.device == "cpu":
-            _refuse(f"{asking} needs CUDA graphs, and --device cpu has none")
+            _refuse(f"{asking} needs CUDA graphs, which --device cpu does not have")
         if asking and self.mm_encoder_attn_backend == "TORCH_SDPA":
-            _refuse(f"{asking} needs CUDA graphs, which --mm-encoder-attn-backend TORCH_SDPA cannot run in")
+            _refuse(
+                f"{asking} needs CUDA graphs, which --mm-encoder-attn-backend TORCH_SDPA does not support"
+            )
         budgets, max_images = (
             self.encoder_cudagraph_token_budgets,
             self.encoder_cudagraph_max_images_per_batch,
@@ -226,17 +235,17 @@ class Settings(BaseModel):
         if budgets and "encoder_cudagraph_budget_steps" in self.model_fields_set:
             _refuse(
                 "--encoder-cudagraph-budget-steps is for inferred budgets, "
-                "and --encoder-cudagraph-token-budgets names them"
+                "but --encoder-cudagraph-token-budgets lists them"
             )
         if budgets and max_images > min(budgets):
             _refuse(
-                f"--encoder-cudagraph-max-images-per-batch {max_images} is larger than "
-                f"the smallest of --encoder-cudagraph-token-budgets, {min(budgets)}"
+                f"--encoder-cudagraph-max-images-per-batch {max_images} is larger than {min(budgets)}, "
+                "the smallest of --encoder-cudagraph-token-budgets"
             )
 
     @cached_property
     def asks_for_graphs(self) -> str | None:
-        """The first flag that means nothing without CUDA graphs, if one was given."""
+        """The first given flag that has an effect only with CUDA graphs, or None."""
         asking = {
             "cudagraph_mm_encoder": self.cudagraph_mm_encoder,
             "encoder_cudagraph_token_budgets": self.encoder_cudagraph_token_budgets,
@@ -247,7 +256,7 @@ class Settings(BaseModel):
 
     @cached_property
     def accepted_keys(self) -> tuple[SecretStr, ...]:
-        """All keys that a client may send; none: no key is needed."""
+        """All keys that a client may send. If there are none, no key is needed."""
         if self.api_keys_file is None:
             return self.api_keys
         try:
@@ -257,19 +266,19 @@ class Settings(BaseModel):
 
     @property
     def is_demo(self) -> bool:
-        """Whether the built-in model with random weights is served."""
+        """Whether the model is the built-in one with random weights."""
         return self.model == "demo"
 
     @cached_property
     def is_hub_id(self) -> bool:
-        """Whether `model` names a repository on the hub: not the demo, not a folder, not a path."""
+        """Whether `model` is the id of a hub repository, and not the demo, a folder or a path."""
         return (
             not self.is_demo and _HUB_ID.fullmatch(self.model) is not None and not Path(self.model).is_dir()
         )
 
     @cached_property
     def served_name(self) -> str:
-        """The model's name in answers: `served_model_name`, else the hub id or the folder's name; no path."""
+        """The model's name in responses: `served_model_name`, else the hub id or the name of the folder."""
         if self.served_model_name is not None:
             return self.served_model_name
         if self.is_hub_id:

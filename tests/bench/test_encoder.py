@@ -39,7 +39,7 @@ def patches(height: int, width: int) -> Patches:
         ("random-mm", 20, 8000),
     ],
 )
-def test_batches_have_their_sizes(name: str, images: int, num_patches: int) -> None:
+def test_batches_have_the_sizes_of_the_workload(name: str, images: int, num_patches: int) -> None:
     workload = make_workload(name, PREPROCESSOR, repeats=2)
     batches = list(workload.images(PREPROCESSOR))
     assert len(batches) == workload.num_warmup + 2
@@ -49,14 +49,14 @@ def test_batches_have_their_sizes(name: str, images: int, num_patches: int) -> N
         assert all(image.pixels.shape == (image.grid_thw[1] * image.grid_thw[2], 768) for image in batch)
 
 
-def test_the_trace_has_the_published_sizes() -> None:
+def test_trace_has_the_published_sizes() -> None:
     workload = make_workload("trace", PREPROCESSOR, repeats=6)
     sizes = [height * width for ((height, width),) in workload.batches]
     assert sizes == [8836, 15376, 24336, 35344, 47380, 62500] * 2
 
 
 @pytest.mark.parametrize(("name", "usual"), [("random-mm", 20), ("stream", 300), ("1x336", 3)])
-def test_repeats_shorten_the_warm_up(name: str, usual: int) -> None:
+def test_repeats_limit_the_warm_up(name: str, usual: int) -> None:
     assert make_workload(name, PREPROCESSOR).num_warmup == usual
     for repeats in (1, 400):
         workload = make_workload(name, PREPROCESSOR, repeats)
@@ -64,7 +64,7 @@ def test_repeats_shorten_the_warm_up(name: str, usual: int) -> None:
         assert len(workload.batches) == workload.num_warmup + repeats
 
 
-def test_the_stream_is_what_people_send() -> None:
+def test_stream_has_usual_sizes() -> None:
     workload = make_workload("stream", PREPROCESSOR)
     assert len(workload.batches) == 3300
     tokens = torch.tensor([height * width / 4 for ((height, width),) in workload.batches])
@@ -72,7 +72,7 @@ def test_the_stream_is_what_people_send() -> None:
     assert 1000 < tokens.quantile(0.99) < 1200  # near one megapixel
 
 
-def test_arithmetic_is_counted_by_hand() -> None:
+def test_arithmetic_equals_a_count_by_hand() -> None:
     vision = EIGHT_B.vision
     linear = 27 * (4 * 1152 * 1152 + 2 * 1152 * 4304) * 400
     attention = 27 * 2 * 400 * 400 * 1152
@@ -80,7 +80,7 @@ def test_arithmetic_is_counted_by_hand() -> None:
     assert arithmetic(patches(20, 20), vision) == 2 * (linear + attention + mergers + 400 * 768 * 1152)
 
 
-def test_the_benchmark_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmark_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
     flags = "--size demo --workloads 1x336,random-mm --sides transformers,eager --repeats 1 --dtype float32"
     assert bench.main(["encoder", *flags.split(), "--device", "cpu", "--json", str(report)]) == 0
@@ -99,7 +99,7 @@ def test_the_benchmark_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert content["product_flops"] > 0
 
 
-def test_a_profile_lists_what_a_batch_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_profile_lists_the_operations_of_a_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = tmp_path / "report.json"
     flags = "--size demo --workloads 1x336 --sides eager --repeats 1 --dtype float32 --profile"
     assert bench.main(["encoder", *flags.split(), "--device", "cpu", "--json", str(report)]) == 0
@@ -128,7 +128,7 @@ def event(key: str, count: int, cpu_us: float, device_us: float) -> SimpleNamesp
         ("cpu", [Kernel("launch", 81, 0.4), Kernel("norm", 54, 0.2)]),
     ],
 )
-def test_kernels_are_those_of_one_batch(device: str, kernels: list[Kernel]) -> None:
+def test_kernels_are_counted_for_one_batch(device: str, kernels: list[Kernel]) -> None:
     events = [
         event("norm", 270, 1000.0, 5000.0),
         event("launch", 405, 2000.0, 0.0),
@@ -137,7 +137,7 @@ def test_kernels_are_those_of_one_batch(device: str, kernels: list[Kernel]) -> N
     assert kernels_of(events, torch.device(device)) == kernels
 
 
-def test_a_list_of_kernels_says_shares_times_and_calls() -> None:
+def test_list_of_kernels_has_shares_times_and_calls() -> None:
     assert format_kernels([Kernel("attention", 24, 3.0), Kernel("n" * 100, 50, 1.0)]).splitlines() == [
         "  4.000 ms of kernels",
         "   75.0%     3.000 ms     24 ×   125.00 µs  attention",
@@ -159,7 +159,7 @@ def test_replicas_are_measured_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFi
         assert row["images_per_s"] == pytest.approx(int(workload[0]) * 1e3 / row["mean_ms"])
         assert row["padded_share"] == 0
         assert row["utilisation"] > 0
-        # Replicas work in threads of their own: there is no call whose processor time could be taken.
+        # Replicas work in their own threads, so no call has their processor time.
         assert (row["cpu_ms"] is None) == (side == "eager")
     assert len(capsys.readouterr().out.splitlines()) == 1 + 4 + 1
 
@@ -191,8 +191,8 @@ def test_replicas_give_the_vectors_of_one_encoder_in_order_and_end_when_closed()
     assert threading.active_count() < threads
 
 
-class Batch(Future[BatchResult]):
-    """One that replicas have until somebody asks for its result."""
+class Submitted(Future[BatchResult]):
+    """A batch that runs until its result is asked for."""
 
     def __init__(self, running: set[Future[BatchResult]]) -> None:
         super().__init__()
@@ -205,12 +205,12 @@ class Batch(Future[BatchResult]):
 
 
 @pytest.mark.parametrize("max_submitted", [1, 3, 9])
-def test_replicas_have_so_many_batches_at_once_and_no_more(max_submitted: int) -> None:
+def test_replicas_have_at_most_max_submitted_batches(max_submitted: int) -> None:
     running: set[Future[BatchResult]] = set()
     most = []
 
-    def submit(batch: Sequence[Patches]) -> Batch:
-        submitted = Batch(running)
+    def submit(batch: Sequence[Patches]) -> Submitted:
+        submitted = Submitted(running)
         most.append(len(running))
         return submitted
 
@@ -234,7 +234,7 @@ def test_replicas_have_so_many_batches_at_once_and_no_more(max_submitted: int) -
         ["--profile", "--replicas", "2"],
     ],
 )
-def test_what_cannot_be_measured_is_one_line(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_flag_is_one_line(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["encoder", "--device", "cpu", "--sides", "eager", *flags]) == 2
     output, error = capsys.readouterr()
     assert output == ""
@@ -242,6 +242,6 @@ def test_what_cannot_be_measured_is_one_line(flags: list[str], capsys: pytest.Ca
     assert flags[1].rpartition(",")[2] in error
 
 
-def test_every_workload_is_made() -> None:
+def test_every_workload_can_be_made() -> None:
     for name in WORKLOADS:
         assert make_workload(name, PREPROCESSOR, repeats=6).name == name

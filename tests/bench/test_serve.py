@@ -21,6 +21,7 @@ from service.bench.fleet import Fleet, FleetError
 from service.bench.http_client import Answer, Client, SendError
 from service.bench.load import Notes, Share, arrivals, send_all
 from service.bench.load_report import Memory, format_report, summarize
+from service.bench.photos import name_refused
 from service.bench.scrape import Server, growth
 from tests.support.app import encode_image
 from tests.support.fake_server import CLOSED, OK, FakeServer, Reply, refusal, reply
@@ -31,7 +32,7 @@ REQUEST = memoryview(b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\
 
 
 def ask(server: FakeServer, count: int = 1, timeout_s: float = 5.0) -> list[Answer | str]:
-    """Answers to requests sent one after the other, with the message where there was none."""
+    """Sends requests one after the other. Returns each answer, or the message of its `SendError`."""
 
     async def run() -> list[Answer | str]:
         client = Client("127.0.0.1", server.port, timeout_s)
@@ -48,7 +49,7 @@ def ask(server: FakeServer, count: int = 1, timeout_s: float = 5.0) -> list[Answ
 
 
 def measure(server: FakeServer, *flags: str, tmp_path: Path) -> dict[str, Any]:
-    """Runs the command against a server and returns the JSON that it wrote."""
+    """Runs `bench serve` against a server and returns its JSON report."""
     path = tmp_path / "report.json"
     command = ["serve", "--url", server.url, "--warmup", "0", "--json", str(path), "--size", "64x32"]
     assert bench.main([*command, *flags]) == 0
@@ -58,11 +59,11 @@ def measure(server: FakeServer, *flags: str, tmp_path: Path) -> dict[str, Any]:
 
 def share(port: int, requests: Path = Path(), **changes: Any) -> Share:
     values: dict[str, Any] = {"rate": None, "concurrency": 1, "total_s": 0.5, "timeout_s": 5.0, "seed": "0"}
-    return Share("127.0.0.1", port, requests, ((0, 1),), **(values | changes))
+    return Share("127.0.0.1", port, requests, ((0, 1),), first=0, **(values | changes))
 
 
 def load(share: Share) -> Notes:
-    """Sends a share from this process."""
+    """Sends a share from the process of the test."""
     read_end, write_end = os.pipe()
     try:
         return asyncio.run(send_all(share, [REQUEST], time.monotonic(), read_end))
@@ -95,7 +96,7 @@ def load(share: Share) -> Notes:
         (Reply(b"HTTP/1.1 200 OK\r\n"), "timeout"),
     ],
 )
-def test_an_answer_is_read_whatever_its_framing(data: Reply, expected: Answer | str) -> None:
+def test_answer_is_read_with_every_framing(data: Reply, expected: Answer | str) -> None:
     with FakeServer(lambda n: data if n == 0 else OK) as server:
         timeout_s = 0.2 if expected == "timeout" else 5.0
         assert ask(server, 2, timeout_s) == [expected, Answer(200, "")]
@@ -107,13 +108,13 @@ def test_connections_are_kept_until_the_server_closes_them() -> None:
         assert server.seen.connections == 2
 
 
-def test_nobody_listens() -> None:
+def test_refused_connection_is_an_error() -> None:
     with FakeServer() as server:
         pass
     assert ask(server) == ["connect"]
 
 
-def test_every_answer_is_counted_once_from_all_processes(tmp_path: Path) -> None:
+def test_every_answer_of_all_processes_is_counted_once(tmp_path: Path) -> None:
     with FakeServer(lambda n: refusal("overloaded") if n % 3 == 2 else OK) as server:
         flags = ["--concurrency", "4", "--processes", "2", "--duration", "0.5"]
         report = measure(server, *flags, tmp_path=tmp_path)
@@ -127,7 +128,7 @@ def test_every_answer_is_counted_once_from_all_processes(tmp_path: Path) -> None
     assert report["load"]["ok_per_s"] == pytest.approx(report["load"]["answered_per_s"] * 2 / 3, rel=0.05)
 
 
-def test_open_loop_sends_what_is_due_and_no_more(tmp_path: Path) -> None:
+def test_open_loop_sends_exactly_the_requests_that_are_due(tmp_path: Path) -> None:
     flags = ["--rate", "200", "--processes", "2", "--duration", "0.5", "--seed", "7"]
     with FakeServer() as server:
         report = measure(server, *flags, tmp_path=tmp_path)
@@ -153,7 +154,7 @@ def test_lost_connections_are_errors_and_do_not_stop_the_load() -> None:
     assert server.seen.connections >= count // 4
 
 
-def test_a_stall_counts_for_all_that_were_due_in_it() -> None:
+def test_stall_counts_for_all_requests_that_were_due_in_it() -> None:
     with FakeServer(stall_at=20, stall_s=0.5) as server:
         notes = load(share(server.port, rate=100, total_s=1.0))
     open_loop = summarize([notes], 0, 1, 1)
@@ -165,7 +166,7 @@ def test_a_stall_counts_for_all_that_were_due_in_it() -> None:
     assert (closed_loop.latency_ms.max or 0) > 450
 
 
-def test_a_slow_generator_is_no_fast_server() -> None:
+def test_lateness_of_the_generator_counts_as_latency() -> None:
     notes = Notes()
     for _ in range(100):
         notes.add(due=1.0, sent=1.4, done=1.5, status=200, code="")
@@ -179,14 +180,14 @@ def test_a_slow_generator_is_no_fast_server() -> None:
     )
 
 
-def test_only_the_window_counts() -> None:
+def test_only_requests_of_the_measured_time_count() -> None:
     first, second = Notes(unfinished=1), Notes(unfinished=2)
     first.add(0.5, 0.5, 0.6, 200, "")  # warm-up
-    first.add(0.9, 0.9, 1.5, 200, "")  # due in the warm-up, answered in the window
+    first.add(0.9, 0.9, 1.5, 200, "")  # due in the warm-up, answered in the measured time
     first.add(1.0, 1.0, 1.1, 200, "")
     second.add(2.0, 2.0, 2.3, 503, "draining")
     second.add(2.5, 2.5, 2.6, 0, "timeout")
-    second.add(2.9, 2.9, 4.0, 200, "")  # due in the window, answered behind it
+    second.add(2.9, 2.9, 4.0, 200, "")  # due in the measured time, answered after it
     second.add(2.9, 2.9, 4.0, 200, "")
     report = summarize([first, second], 1, 3, 4)
     assert report.requests == 5
@@ -210,7 +211,7 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert times != list(arrivals(1000, 20, "other"))
 
 
-def test_images_are_sent_as_they_are_and_differ(tmp_path: Path) -> None:
+def test_made_images_differ_and_are_sent_unchanged(tmp_path: Path) -> None:
     flags = ["--duration", "0.4", "--query", "pooling=mean", "--api-key", "secret"]
     with FakeServer() as server:
         report = measure(server, *flags, tmp_path=tmp_path)
@@ -238,7 +239,52 @@ def test_images_of_a_folder_are_sent(tmp_path: Path) -> None:
     assert {body for _, body in server.seen.posts} == set(files)
 
 
-def test_the_growth_of_counters_is_reported() -> None:
+@pytest.mark.parametrize(
+    ("param", "images_per_request", "are_named"),
+    [
+        (b'"images[0]"', 1, True),
+        (b"null", 1, True),
+        (b'"images[1]"', 2, True),
+        (b"null", 2, False),
+        (b'"pooling"', 1, False),
+    ],
+)
+def test_refused_images_are_named_if_the_error_is_about_an_image(
+    param: bytes, images_per_request: int, are_named: bool, tmp_path: Path
+) -> None:
+    names = ["0.PNG", "1.PNG", "2.PNG"] if are_named else []
+    for index in range(3):
+        (tmp_path / f"{index}.PNG").write_bytes(encode_image(8, 8 + index))
+    error = reply(415, b'{"error": {"code": "unsupported_image_type", "param": %s}}' % param)
+    path = tmp_path / "report.json"
+    with FakeServer(lambda n: error) as server:
+        flags = f"--url {server.url} --warmup 0 --duration 0.2 --json {path} --images {tmp_path}"
+        flags += f" --images-per-request {images_per_request}"
+        assert bench.main(["serve", *flags.split()]) == 0
+    assert json.loads(path.read_text())["refused_images"] == dict.fromkeys(names, "unsupported_image_type")
+
+
+def test_refused_image_is_found_by_its_place_in_the_request() -> None:
+    errors = {(0, "images[1]"): "invalid_image", (2, "images[2]"): "unsupported_image_type"}
+    named = {"b": "unsupported_image_type"}  # the last error of an image
+    assert name_refused(["a", "b", "c"], 3, errors) == named
+    assert name_refused(["a", "b", "c", "d"], 3, errors) == {
+        "a": "unsupported_image_type",
+        "b": "invalid_image",
+    }
+
+
+def test_table_names_a_few_refused_images() -> None:
+    refused = {f"{number:02}.heic": "unsupported_image_type" for number in range(22)}
+    report = summarize([], 0, 1, 1)
+    table = format_report(report, False, None, Memory(None, None, None), refused)
+    lines = [line for line in table.splitlines() if line.startswith("refused")]
+    assert len(lines) == 21
+    assert lines[0] == "refused image   00.heic: unsupported_image_type"
+    assert lines[-1] == "refused images  2 more, which --json lists"
+
+
+def test_growth_of_counters_is_reported() -> None:
     def snapshot(text: str) -> Any:
         with FakeServer() as server:
             server.metrics = text
@@ -266,7 +312,7 @@ def test_the_growth_of_counters_is_reported() -> None:
     assert grown.stage_ms == {"queue": pytest.approx(50)}
 
 
-def test_the_server_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_of_the_server_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with FakeServer() as server:
         report = measure(server, "--rate", "100", "--duration", "1.2", tmp_path=tmp_path)
     assert report["server"]["device_busy"] == {"fake": pytest.approx(100, rel=0.5)}
@@ -277,7 +323,7 @@ def test_the_server_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "graphs          - hits, - misses, - of tokens padded\n" in table
 
 
-def test_a_server_without_metrics_is_measured(tmp_path: Path) -> None:
+def test_server_without_metrics_is_measured(tmp_path: Path) -> None:
     with FakeServer() as server:
         server.metrics = "{}<no metrics>"
         report = measure(server, "--duration", "0.2", tmp_path=tmp_path)
@@ -302,7 +348,7 @@ def test_ctrl_c_reports_what_was_measured(tmp_path: Path) -> None:
         while len(server.seen.posts) < 10:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all processes
+        os.killpg(process.pid, signal.SIGINT)  # to all processes, like a terminal
         output, error = process.communicate(timeout=20)
     assert process.returncode == 130
     assert error == ""
@@ -313,12 +359,12 @@ def test_ctrl_c_reports_what_was_measured(tmp_path: Path) -> None:
     assert report["window_s"] < 30
 
 
-def test_a_load_process_that_fails_is_said() -> None:
+def test_failed_load_process_is_an_error() -> None:
     with pytest.raises(FleetError), Fleet([share(1, Path("/no/such/file"))]) as fleet:
         fleet.start()
 
 
-def test_load_processes_start_light() -> None:
+def test_load_process_imports_no_heavy_package() -> None:
     heavy = "import sys, service.bench.load; print({'torch', 'numpy', 'PIL'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", heavy], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
@@ -344,7 +390,7 @@ def test_load_processes_start_light() -> None:
         ["--unknown"],
     ],
 )
-def test_a_bad_argument_is_one_line(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_argument_is_one_line(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         bench.main(["serve", *flags])
     assert caught.value.code == 2
@@ -363,7 +409,7 @@ def test_a_bad_argument_is_one_line(flags: list[str], capsys: pytest.CaptureFixt
         (["--json", "/no/such/folder/file"], "/no/such/folder/file"),
     ],
 )
-def test_what_cannot_be_used_is_one_line(
+def test_unusable_flag_is_one_line(
     flags: list[str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with FakeServer() as server:
@@ -376,23 +422,32 @@ def test_what_cannot_be_used_is_one_line(
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:1", "no-such-host.invalid"])
-def test_a_server_that_does_not_answer_is_one_line(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_server_that_does_not_answer_is_one_line(host: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench.main(["serve", "--url", f"http://{host}"]) == 2
     output, error = capsys.readouterr()
     assert output == ""
     assert re.fullmatch(rf"vision-sidecar bench: http://{host} does not answer: .+\n", error)
 
 
-def test_measures_the_real_server(tmp_path: Path) -> None:
+def test_real_server_is_measured_and_refused_images_are_named(tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    images.mkdir()
+    for name in ("1.png", "3.png"):
+        (images / name).write_bytes(encode_image(64, 64, seed=int(name[0])))
+    (images / "2.png").write_text("no image")
     process = Process("--port", "0", "--device", "cpu")
     try:
         url = process.ready().url
         path = tmp_path / "report.json"
-        flags = f"--url {url} --concurrency 2 --images-per-request 2 --warmup 0 --duration 1 --json {path}"
-        assert bench.main(["serve", *flags.split(), "--format", "png", "--size", "64x64"]) == 0
+        flags = f"--url {url} --concurrency 2 --warmup 0 --duration 1 --json {path}"
+        made = ["--images-per-request", "2", "--format", "png", "--size", "64x64"]
+        assert bench.main(["serve", *flags.split(), *made]) == 0
+        report = json.loads(path.read_text())
+        assert bench.main(["serve", *flags.split(), "--images", str(images), "--duration", "0.2"]) == 0
     finally:
         process.kill()
-    report = json.loads(path.read_text())
+    assert json.loads(path.read_text())["refused_images"] == {"2.png": "invalid_image"}
+    assert report["refused_images"] == {}
     load = report["load"]
     assert set(load["statuses"]) == {"200"}
     assert load["connection_errors"] == {}

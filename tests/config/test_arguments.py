@@ -1,4 +1,4 @@
-"""How an operator writes the settings: flags, environment variables, help."""
+"""Settings as flags and environment variables, and the help."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from service.config.arguments import ENV_PREFIX, SettingsError, parse_settings
 from service.config.settings import Settings
 
-# For each setting a value other than its default.
+# A value for each setting that is not its default.
 OTHERS = {
     "host": "0.0.0.0",
     "port": "0",
@@ -53,7 +53,7 @@ OTHERS = {
     "shutdown_delay_s": "5",
     "shutdown_grace_s": "40.5",
 }
-# What those are that `type(…)(value)` does not tell.
+# The parsed values, where `type(…)(value)` does not give them.
 VALUES = {
     "api_keys": (SecretStr("sk-1"), SecretStr("sk-2")),
     "api_keys_file": Path(OTHERS["api_keys_file"]),
@@ -63,14 +63,14 @@ VALUES = {
     "allowed_media_domains": ("images.example.org", "10.1.2.3"),
     "allowed_media_networks": (ip_network("10.1.0.0/16"), ip_network("fd00::/8")),
 }
-# What some of them need beside them.
+# Settings that some others need.
 COMPANIONS = {
     "revision": ["--model", "some/model"],
     "allowed_media_networks": ["--allowed-media-domains", "images.example.org"],
 }
 
 
-def test_tables_of_this_test_are_complete() -> None:
+def test_tables_of_this_file_are_complete() -> None:
     assert list(OTHERS) == list(Settings.model_fields)
 
 
@@ -102,13 +102,13 @@ def test_flags_win_over_variables() -> None:
     assert (settings.port, settings.host) == (2, "::1")
 
 
-def test_an_empty_variable_counts_as_not_set_unless_it_keeps_strangers_out() -> None:
+def test_empty_variable_counts_as_not_set_unless_it_restricts_access() -> None:
     others = Settings.model_fields.keys() - {"api_keys", "api_keys_file"}
     assert parse_settings([], {ENV_PREFIX + name.upper(): "" for name in others}) == parse_settings([], {})
 
 
 @pytest.mark.parametrize("service", ["", "METRICS_", "CANARY_2_", "MAX_PIXELS_"])
-def test_variables_that_kubernetes_sets_for_a_service_of_such_a_name_are_ignored(service: str) -> None:
+def test_variables_that_kubernetes_sets_for_a_service_are_ignored(service: str) -> None:
     values = {
         "SERVICE_HOST": "10.0.0.1",
         "SERVICE_PORT": "8080",
@@ -128,13 +128,14 @@ def test_variables_that_kubernetes_sets_for_a_service_of_such_a_name_are_ignored
     [
         (["--prot", "1"], {}, ["--prot", "did you mean --port?"]),
         (["--max-body-byte=1"], {}, ["--max-body-byte;", "did you mean --max-body-bytes?"]),
-        (["--por", "1"], {}, ["--por"]),  # no abbreviations
+        (["--por", "1"], {}, ["--por;", "did you mean --port?"]),  # no abbreviations
+        (["--hlep"], {}, ["--hlep", "did you mean --help?"]),
         (["extra"], {}, ["extra"]),
         (["--port"], {}, ["--port", "expected one argument"]),
         ([], {"VISION_SIDECAR_PROT": "1"}, ["VISION_SIDECAR_PROT", "did you mean VISION_SIDECAR_PORT?"]),
         ([], {"VISION_SIDECAR_port": "1"}, ["VISION_SIDECAR_port"]),
         ([], {"VISION_SIDECAR_ZZZZ": ""}, ["VISION_SIDECAR_ZZZZ"]),
-        # Not as Kubernetes writes what it sets for a Service.
+        # Kubernetes does not set these for a Service.
         ([], {"VISION_SIDECAR_CANARY_PORT": "8080"}, ["VISION_SIDECAR_CANARY_PORT"]),
         ([], {"VISION_SIDECAR_PORTS": "tcp://10.0.0.1:80"}, ["did you mean VISION_SIDECAR_PORT?"]),
         ([], {"VISION_SIDECAR_HTTP_HOST": "::"}, ["did you mean VISION_SIDECAR_HOST?"]),
@@ -182,13 +183,13 @@ def test_variables_that_kubernetes_sets_for_a_service_of_such_a_name_are_ignored
         (["--allowed-media-networks", "10.0.0.1/8"], {}, ["--allowed-media-networks: '10.0.0.1/8'"]),
         (["--allowed-media-networks", "example.org"], {}, ["--allowed-media-networks: 'example.org'"]),
         (["--media-timeout-s", "0"], {}, ["--media-timeout-s: '0'", "greater than 0"]),
-        (["--api-keys="], {}, ["--api-keys", "no key"]),
-        (["--api-keys", " "], {}, ["--api-keys", "no key"]),
-        # An empty secret must not open the server.
-        ([], {"VISION_SIDECAR_API_KEYS": ""}, ["VISION_SIDECAR_API_KEYS", "no key"]),
-        ([], {"VISION_SIDECAR_API_KEYS": "\n"}, ["VISION_SIDECAR_API_KEYS", "no key"]),
-        ([], {"VISION_SIDECAR_API_KEYS_FILE": ""}, ["VISION_SIDECAR_API_KEYS_FILE: ''", "no file"]),
-        (["--api-keys-file="], {}, ["--api-keys-file: ''", "no file"]),
+        (["--api-keys="], {}, ["--api-keys", "has no key"]),
+        (["--api-keys", " "], {}, ["--api-keys", "has no key"]),
+        # An empty secret must not open the server to all.
+        ([], {"VISION_SIDECAR_API_KEYS": ""}, ["VISION_SIDECAR_API_KEYS", "has no key"]),
+        ([], {"VISION_SIDECAR_API_KEYS": "\n"}, ["VISION_SIDECAR_API_KEYS", "has no key"]),
+        ([], {"VISION_SIDECAR_API_KEYS_FILE": ""}, ["VISION_SIDECAR_API_KEYS_FILE: ''", "the path is empty"]),
+        (["--api-keys-file="], {}, ["--api-keys-file: ''", "the path is empty"]),
         (["--cudagraph-mm-encoder=maybe"], {}, ["--cudagraph-mm-encoder: 'maybe'", "boolean"]),
         (["--cudagraph-mm-encoder", "extra"], {}, ["--cudagraph-mm-encoder: 'extra'", "boolean"]),
         (["--no-cudagraph-mm-encoder=true"], {}, ["--no-cudagraph-mm-encoder", "true"]),
@@ -204,6 +205,24 @@ def test_bad_settings_are_refused_in_one_line(
     assert "\n" not in message
     for text in parts:
         assert text in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ"),
+    [
+        (["--nope"], {}),
+        (["-p", "80"], {}),
+        (["nope"], {}),
+        (["--workers=4"], {}),
+        ([], {"VISION_SIDECAR_NOPE": "1"}),
+        ([], {"VISION_SIDECAR_WORKERS": "4"}),
+    ],
+)
+def test_unknown_setting_that_is_like_no_other_gets_no_suggestion(
+    argv: list[str], environ: dict[str, str]
+) -> None:
+    with pytest.raises(SettingsError, match=r"^unknown (argument|environment variable) [\w-]+$"):
+        parse_settings(argv, environ)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +256,7 @@ def test_no_error_shows_a_key(argv: list[str], environ: dict[str, str]) -> None:
         ["--revision", "x" * 5000],
     ],
 )
-def test_a_long_value_is_not_repeated_in_full(argv: list[str]) -> None:
+def test_long_value_is_cut_in_the_message(argv: list[str]) -> None:
     with pytest.raises(SettingsError) as caught:
         parse_settings(argv, {})
     assert len(str(caught.value)) <= 403
@@ -264,9 +283,7 @@ def test_a_long_value_is_not_repeated_in_full(argv: list[str]) -> None:
         ([], "False", False),
     ],
 )
-def test_a_switch_can_be_written_in_several_ways(
-    argv: list[str], variable: str, expected: bool | None
-) -> None:
+def test_switch_can_be_written_in_several_ways(argv: list[str], variable: str, expected: bool | None) -> None:
     settings = parse_settings(argv, {"VISION_SIDECAR_CUDAGRAPH_MM_ENCODER": variable})
     assert settings.cudagraph_mm_encoder is expected
 
@@ -274,7 +291,7 @@ def test_a_switch_can_be_written_in_several_ways(
 @pytest.mark.parametrize(
     ("text", "budgets"), [("", ()), (" ", ()), ("64", (64,)), ("64, 128 ,4096", (64, 128, 4096))]
 )
-def test_a_list_is_separated_by_commas(text: str, budgets: tuple[int, ...]) -> None:
+def test_list_is_separated_by_commas(text: str, budgets: tuple[int, ...]) -> None:
     assert parse_settings([f"--encoder-cudagraph-token-budgets={text}"], {}) == Settings(
         encoder_cudagraph_token_budgets=budgets
     )

@@ -1,4 +1,4 @@
-"""How many files the process may have open, on systems that take different limits."""
+"""The limit on open files, on systems that accept different limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from service.config.files import allow_many_files, max_connections
 
 
 class FakeLimits:
-    """A system that takes finite limits up to a largest one, and says no to others in its own way."""
+    """A system that accepts finite limits up to `largest`, and raises `refusal` for others."""
 
     def __init__(self, soft: int, hard: int, largest: int, refusal: Exception) -> None:
         self._now = (soft, hard)
@@ -48,7 +48,7 @@ REFUSALS = [ValueError("current limit exceeds maximum limit"), OSError(22, "Inva
         (RLIM_INFINITY, RLIM_INFINITY, 256, RLIM_INFINITY),
     ],
 )
-def test_the_limit_is_raised_as_far_as_the_system_allows(
+def test_limit_is_raised_as_far_as_the_system_allows(
     soft: int, hard: int, largest: int, expected: int, refusal: Exception
 ) -> None:
     limits = FakeLimits(soft, hard, largest, refusal)
@@ -57,17 +57,17 @@ def test_the_limit_is_raised_as_far_as_the_system_allows(
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=["ValueError", "OSError"])
-def test_a_limit_that_cannot_be_raised_is_told(refusal: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_limit_is_logged(refusal: Exception, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     allow_many_files(FakeLimits(4096, 4096, 4096, refusal))
     assert caplog.messages == []
     allow_many_files(FakeLimits(256, RLIM_INFINITY, 256, refusal))
-    assert caplog.messages == [f"no more than 256 files may be open at once, as before: {refusal}"]
+    assert caplog.messages == [f"the limit of open files stays 256: {refusal}"]
 
 
 @pytest.mark.parametrize(
     ("soft", "expected"),
     [(10000, 9488), (1025, 513), (1024, 512), (1023, 511), (600, 300), (RLIM_INFINITY, sys.maxsize - 512)],
 )
-def test_connections_leave_files_for_all_else(soft: int, expected: int) -> None:
+def test_connections_leave_enough_open_files(soft: int, expected: int) -> None:
     assert max_connections(FakeLimits(soft, RLIM_INFINITY, 0, ValueError())) == expected

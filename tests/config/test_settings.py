@@ -1,4 +1,4 @@
-"""What the settings mean and which contradict each other."""
+"""Defaults of the settings, and settings that contradict each other."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def test_defaults_are_those_of_the_contract() -> None:
+def test_defaults() -> None:
     assert parse_settings([], {}).model_dump() == DEFAULTS
 
 
-def test_the_largest_limit_of_pixels_is_that_of_the_decoder() -> None:
+def test_largest_pixel_limit_is_that_of_the_decoder() -> None:
     assert Settings(max_image_pixels=MAX_PIXELS_SUPPORTED).max_image_pixels == MAX_PIXELS_SUPPORTED
     with pytest.raises(ValidationError):
         Settings(max_image_pixels=MAX_PIXELS_SUPPORTED + 1)
@@ -101,7 +101,7 @@ SDPA = ["--mm-encoder-attn-backend", "TORCH_SDPA"]
         ([*BUDGETS, MAX_IMAGES[0], "65"], [f"{MAX_IMAGES[0]} 65", "smallest", BUDGETS[0], "64"]),
     ],
 )
-def test_contradictions_are_refused_in_one_line_that_names_both(argv: list[str], parts: list[str]) -> None:
+def test_contradiction_is_one_line_that_names_both_settings(argv: list[str], parts: list[str]) -> None:
     with pytest.raises(SettingsError) as caught:
         parse_settings(argv, {})
     assert "\n" not in str(caught.value)
@@ -121,7 +121,7 @@ def test_contradictions_are_refused_in_one_line_that_names_both(argv: list[str],
         [*OFF, "--encoder-cudagraph-token-budgets", "", MAX_IMAGES[0], "0"],
     ],
 )
-def test_what_goes_together_is_taken(argv: list[str]) -> None:
+def test_settings_without_contradiction_are_accepted(argv: list[str]) -> None:
     parse_settings(argv, {})
 
 
@@ -137,16 +137,16 @@ def test_what_goes_together_is_taken(argv: list[str]) -> None:
         (MAX_IMAGES, "--encoder-cudagraph-max-images-per-batch"),
     ],
 )
-def test_who_asks_for_graphs(argv: list[str], flag: str | None) -> None:
+def test_flag_that_asks_for_graphs_is_named(argv: list[str], flag: str | None) -> None:
     assert parse_settings(argv, {}).asks_for_graphs == flag
 
 
-def test_a_changed_setting_leaves_the_others_unset(settings: Settings) -> None:
+def test_changed_setting_leaves_the_others_unset(settings: Settings) -> None:
     changed = only(settings, encoder_cudagraph_token_budgets=[64])
     assert changed.encoder_cudagraph_token_budgets == (64,)
 
 
-def test_equal_limits_are_no_contradiction() -> None:
+def test_equal_limits_are_not_a_contradiction() -> None:
     limits = ["--max-inflight-bytes=7", "--max-body-bytes=7", "--max-image-bytes=7"]
     times = ["--request-timeout-s=5", "--shutdown-grace-s=5"]
     settings = parse_settings([*limits, *times, "--min-pixels=5", "--max-pixels=5"], {})
@@ -156,7 +156,7 @@ def test_equal_limits_are_no_contradiction() -> None:
 
 @pytest.mark.parametrize("name", ["max_wait_ms", "shutdown_delay_s"])
 @pytest.mark.parametrize("value", ["-1", "nan", "inf", "-0.001"])
-def test_times_that_may_be_nothing_are_finite_and_not_negative(name: str, value: str) -> None:
+def test_times_that_may_be_zero_are_finite_and_not_negative(name: str, value: str) -> None:
     flag = "--" + name.replace("_", "-")
     with pytest.raises(SettingsError, match=flag):
         parse_settings([f"{flag}={value}"], {})
@@ -167,7 +167,7 @@ def test_times_that_may_be_nothing_are_finite_and_not_negative(name: str, value:
     "name", ["body_timeout_s", "request_timeout_s", "device_timeout_s", "shutdown_grace_s"]
 )
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
-def test_limits_of_time_are_finite_and_not_zero(name: str, value: str) -> None:
+def test_timeouts_are_finite_and_positive(name: str, value: str) -> None:
     flag = "--" + name.replace("_", "-")
     with pytest.raises(SettingsError, match=flag):
         parse_settings([f"{flag}={value}"], {})
@@ -177,9 +177,9 @@ def keys_of(settings: Settings) -> list[str]:
     return [key.get_secret_value() for key in settings.accepted_keys]
 
 
-def test_keys_of_the_list_and_of_the_file_are_accepted(tmp_path: Path) -> None:
+def test_keys_of_list_and_file_are_accepted_and_never_shown(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("\ufeff# who has it\n\n  sk-file+/=#\r\nother\n \n")
+    file.write_text("\ufeff# key of a client\n\n  sk-file+/=#\r\nother\n \n")
     assert keys_of(Settings()) == []
     settings = parse_settings(["--api-keys", "sk-1, two"], {})
     assert keys_of(settings) == ["sk-1", "two"]
@@ -194,8 +194,8 @@ def test_keys_of_the_list_and_of_the_file_are_accepted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no key"),
-        (b"# none\n\n", "holds no key"),
+        (b"", "has no key"),
+        (b"# none\n\n", "has no key"),
         (b"fine\nsecret key\n", "line 2"),
         (b"secret,key\n", "line 1"),
         (b"fine\n\nsecret\xc3\xa9\n", "line 3"),
@@ -203,7 +203,7 @@ def test_keys_of_the_list_and_of_the_file_are_accepted(tmp_path: Path) -> None:
         (b"secret\xff\n", "not UTF-8"),
     ],
 )
-def test_a_file_that_holds_anything_but_keys_stops_the_start_and_is_not_shown(
+def test_key_file_with_another_content_is_refused_and_not_shown(
     content: bytes, message: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "keys"
@@ -214,7 +214,7 @@ def test_a_file_that_holds_anything_but_keys_stops_the_start_and_is_not_shown(
     assert str(file) in str(caught.value)
 
 
-def test_hosts_of_image_urls_are_kept_in_their_one_spelling() -> None:
+def test_hosts_of_image_urls_are_kept_in_canonical_spelling() -> None:
     settings = parse_settings(
         ["--allowed-media-domains", "Images.Example.org,BÜCHER.example,10.0.0.1,[2001:DB8::1]"], {}
     )
@@ -242,13 +242,11 @@ def test_settings_are_immutable() -> None:
         ("/", "model"),
     ],
 )
-def test_served_name_is_a_hub_id_or_a_folders_name(model: str, name: str) -> None:
+def test_served_name_is_hub_id_or_name_of_folder(model: str, name: str) -> None:
     assert parse_settings(["--model", model], {}).served_name == name
 
 
-def test_served_name_of_a_relative_folder_has_no_path(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_served_name_of_relative_folder_has_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "owner" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert parse_settings(["--model", "owner/name"], {}).served_name == "name"

@@ -1,7 +1,7 @@
-"""Runs every query of dashboard and alerts in a Prometheus that scrapes a real server under traffic.
+"""Runs every query of the dashboard and the alerts in a Prometheus that scrapes a real server under traffic.
 
-`make check-deploy` runs it; pytest does not, because it needs the `prometheus` binary. Graphs run on GPUs
-only, so a second target shows their metrics with made-up numbers.
+`make check-deploy` runs it. pytest does not, because it needs the `prometheus` binary. CUDA graphs run only
+on GPUs, so a second target has their metrics with made-up numbers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BUDGET = 128
 
 
 def main() -> int:
-    """1 where a query fails or has nothing to show."""
+    """Returns 1 if a query fails or has no data, else 0."""
     server = Process("--port", "0", "--device", "cpu").ready()
     try:
         with made_up_graphs() as graphs, prometheus(server.url.removeprefix("http://"), graphs) as url:
@@ -52,7 +52,7 @@ def free_port() -> int:
 
 @contextmanager
 def made_up_graphs() -> Iterator[str]:
-    """Serves the metrics of a device with graphs; gives its address."""
+    """Serves the metrics of a device with CUDA graphs. Yields the address."""
     registry = CollectorRegistry()
     metrics = Metrics(registry, ("/embed",))
     metrics.add_device("cuda:0")
@@ -86,7 +86,7 @@ def made_up_graphs() -> Iterator[str]:
 
 @contextmanager
 def prometheus(*targets: str) -> Iterator[str]:
-    """Prometheus with our configuration and these targets; gives its URL."""
+    """Runs Prometheus with our configuration and these targets. Yields its URL."""
     config = (ROOT / "deploy/prometheus/prometheus.yml").read_text()
     quoted = ", ".join(f'"{target}"' for target in targets)
     config = config.replace('"sidecar:8080"', quoted).replace("scrape_interval: 5s", "scrape_interval: 1s")
@@ -122,7 +122,7 @@ def ask(url: str, expression: str) -> list[Any]:
 
 
 def filled_in(expression: str) -> str:
-    """The expression as Grafana would send it, for all servers."""
+    """The expression as Grafana sends it for all servers."""
     return expression.replace("$instance", ".*").replace("$__rate_interval", "20s")
 
 
@@ -133,7 +133,7 @@ def panels_without_data(url: str) -> Iterator[str]:
             if not any(re.match(r"[-\d]|\+?Inf", value) for value in values):
                 yield f"no data: {panel['title']}: {target['expr']}"
     for note in read_dashboard()["annotations"]["list"]:
-        ask(url, filled_in(note["expr"]))  # quiet while nothing happens
+        ask(url, filled_in(note["expr"]))  # may have no data
 
 
 def unhealthy_rules(url: str) -> Iterator[str]:

@@ -1,11 +1,11 @@
-"""The examples under deploy/examples/ as a user runs them, against real and fake servers."""
+"""The programs in deploy/examples, run as a user runs them, against real and fake servers."""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
-import signal
+import re
 import subprocess
 import sys
 import threading
@@ -29,7 +29,7 @@ EXAMPLES = ROOT / "deploy/examples"
 
 @dataclass(frozen=True)
 class Seen:
-    """A request as the fake server got it."""
+    """A request that the fake server received."""
 
     path: str
     query: Mapping[str, str]
@@ -40,7 +40,7 @@ class Seen:
 
 @dataclass
 class Fake:
-    """A server with an answer for each path: the last of its list stays, those before it are given once."""
+    """A server with a list of answers for each path. It gives each once, and the last again and again."""
 
     answers: dict[str, list[tuple[int, dict[str, str], Any]]] = field(default_factory=dict)
     seen: list[Seen] = field(default_factory=list)
@@ -101,7 +101,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def write_images(folder: Path, count: int) -> list[str]:
-    """Small images, some below the folder. Their paths."""
+    """Writes small images, some into a subfolder. Returns their paths."""
     (folder / "deeper").mkdir(parents=True)
     paths = [f"{'deeper/' if n % 3 else ''}{n:03}.png" for n in range(count)]
     for n, path in enumerate(paths):
@@ -121,7 +121,7 @@ def wait_for_lines(output: Path, count: int) -> None:
         time.sleep(0.01)
 
 
-def test_a_folder_is_embedded_once_although_server_and_client_are_interrupted(tmp_path: Path) -> None:
+def test_folder_is_embedded_once_although_server_and_client_are_interrupted(tmp_path: Path) -> None:
     paths, output = write_images(tmp_path / "in", 80), tmp_path / "out.jsonl"
     server = Process("--port", "0", "--device", "cpu").ready()
     url = server.url
@@ -138,9 +138,8 @@ def test_a_folder_is_embedded_once_although_server_and_client_are_interrupted(tm
 
         client = start("embed_folder.py", *arguments)
         wait_for_lines(output, num_before + 10)
-        server.signal(signal.SIGTERM)
-        assert server.exit_code() == 0
-        assert client.poll() is None, "the server was to go away in the middle"
+        server.kill()
+        assert client.poll() is None, "the server stopped too late to interrupt the client"
         server = Process("--port", url.rsplit(":", 1)[1], "--device", "cpu").ready()
         code, _, said = finish(client)
         assert (code, "are missing" in said) == (0, True), said
@@ -157,9 +156,12 @@ def embedding_answer(fingerprint: str = "f") -> dict[str, Any]:
     return {"fingerprint": fingerprint, "data": [{"sha256": "s", "embedding": "AACAPw=="}]}
 
 
-def test_a_full_server_is_left_alone_for_as_long_as_it_asks(fake: Fake, tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", [429, 503])
+def test_server_that_is_full_or_stops_is_asked_again_after_retry_after(
+    status: int, fake: Fake, tmp_path: Path
+) -> None:
     write_images(tmp_path / "in", 1)
-    fake.answers["/embed"] = [(429, {"Retry-After": "1"}, {}), (200, {}, embedding_answer())]
+    fake.answers["/embed"] = [(status, {"Retry-After": "1"}, {}), (200, {}, embedding_answer())]
     arguments = (tmp_path / "in", tmp_path / "out.jsonl", "--sidecar", fake.url)
     code, _, said = finish(start("embed_folder.py", *arguments, SIDECAR_API_KEY="secret"))
     assert code == 0, said
@@ -178,9 +180,10 @@ def test_a_full_server_is_left_alone_for_as_long_as_it_asks(fake: Fake, tmp_path
         ((401, {}, {"error": {"code": "unauthorized"}}), "401", 0),
         ((503, {"Retry-After": "10"}, {}), "gave up", 0),
         ((200, {}, embedding_answer("other")), "cannot be compared", 1),
+        ((200, {}, {"is": "another server"}), "/embed?encoding_format=base64 is not vision-sidecar", 0),
     ],
 )
-def test_what_cannot_go_on_is_said(
+def test_reason_for_failure_is_printed(
     answer: tuple[int, dict[str, str], Any], said: str, num_lines: int, fake: Fake, tmp_path: Path
 ) -> None:
     write_images(tmp_path / "in", 3)
@@ -193,7 +196,7 @@ def test_what_cannot_go_on_is_said(
     assert len(lines_of(tmp_path / "out.jsonl")) == num_lines
 
 
-def test_a_server_that_is_not_there_is_waited_for_and_then_given_up(tmp_path: Path) -> None:
+def test_missing_server_is_waited_for_until_patience_ends(tmp_path: Path) -> None:
     write_images(tmp_path / "in", 3)
     arguments = (tmp_path / "in", tmp_path / "out.jsonl", "--sidecar", "http://127.0.0.1:9")
     code, _, error = finish(start("embed_folder.py", *arguments, "--patience-s", "0.5"))
@@ -202,23 +205,23 @@ def test_a_server_that_is_not_there_is_waited_for_and_then_given_up(tmp_path: Pa
     assert "Traceback" not in error
 
 
-# Name of the folder, name of the file, what is in the file before, and what is said.
+# Folder, file, content of the file before the run, and the message.
 UNUSABLE = [
     ("on", "out", None, "on cannot be read: No such file or directory"),
     ("in/000.png", "out", None, "in/000.png cannot be read: Not a directory"),
     ("in", "none/out", None, "none/out cannot be written: No such file or directory"),
     ("in", "in", None, "in cannot be written: Is a directory"),
-    ("in", "out", b"no JSON\n", "out holds something else"),
-    ("in", "out", b"[]\n", "out holds something else"),
-    ("in", "out", b'{"x": 1}\n', "out holds something else"),
-    ("in", "out", b"\xff\xfe\n", "out holds something else"),
-    ("in", "out", b"one line that nobody may take away", "out holds something else"),
-    ("in", "out", b'{"p": "nor this"}', "out holds something else"),
+    ("in", "out", b"no JSON\n", "out was not written by this program"),
+    ("in", "out", b"[]\n", "out was not written by this program"),
+    ("in", "out", b'{"x": 1}\n', "out was not written by this program"),
+    ("in", "out", b"\xff\xfe\n", "out was not written by this program"),
+    ("in", "out", b"one line that must not be deleted", "out was not written by this program"),
+    ("in", "out", b'{"p": "nor this"}', "out was not written by this program"),
 ]
 
 
 @pytest.mark.parametrize(("folder", "file", "content", "said"), UNUSABLE)
-def test_a_folder_or_file_that_cannot_be_used_is_left_as_it_is_and_told_in_one_line(
+def test_unusable_folder_or_file_is_one_line_and_is_not_changed(
     folder: str, file: str, content: bytes | None, said: str, tmp_path: Path
 ) -> None:
     write_images(tmp_path / "in", 1)
@@ -232,12 +235,12 @@ def test_a_folder_or_file_that_cannot_be_used_is_left_as_it_is_and_told_in_one_l
     assert (path.read_bytes() if path.is_file() else None) == content
 
 
-def test_no_request_at_once_would_be_no_work(tmp_path: Path) -> None:
+def test_concurrency_of_zero_is_refused(tmp_path: Path) -> None:
     write_images(tmp_path / "in", 1)
     arguments = (tmp_path / "in", tmp_path / "out", "--concurrency", "0")
     code, _, error = finish(start("embed_folder.py", *arguments))
     assert code == 2
-    assert "--concurrency: it must be at least 1" in error
+    assert "--concurrency: must be at least 1" in error
 
 
 def content_part(uuid: str) -> dict[str, Any]:
@@ -271,16 +274,64 @@ def test_images_reach_the_language_model_as_embeddings(fake: Fake, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("name", "said"), [("on.jpg", "No such file or directory"), (".", "Is a directory")])
-def test_an_image_that_cannot_be_read_is_told_in_one_line(name: str, said: str, tmp_path: Path) -> None:
+def test_unreadable_image_is_one_line(name: str, said: str, tmp_path: Path) -> None:
     code, out, error = finish(start("embed_and_chat.py", "What is it?", tmp_path / name))
     assert (code, out, error.count("\n")) == (1, "", 1)
     assert said in error
 
 
-def test_what_a_server_refuses_is_told(fake: Fake, tmp_path: Path) -> None:
+NOT_AN_IMAGE = {"error": {"message": "not an image"}}
+PARTS = {"content": [content_part("vs1-1")]}
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        (
+            {"/embed": (400, {}, NOT_AN_IMAGE)},
+            "vision-sidecar (URL/embed?format=vllm) {refused} 400 not an image",
+        ),
+        ({"/embed": (502, {}, "bad")}, 'vision-sidecar (URL/embed?format=vllm) {refused} 502 "bad"'),
+        ({"/embed": (200, {}, {})}, "vision-sidecar (URL/embed?format=vllm) sent an unexpected answer: '{}'"),
+        (
+            {"/embed": (200, {}, PARTS), "/v1/models": (401, {}, {"error": {"message": "no key"}})},
+            "vLLM (URL/v1/models) {refused} 401 no key",
+        ),
+        (
+            {"/embed": (200, {}, PARTS), "/v1/models": (200, {}, {"data": []})},
+            "vLLM (URL/v1/models) sent an unexpected answer: '{\"data\": []}'",
+        ),
+    ],
+)
+def test_error_names_the_server_its_url_and_the_reason(
+    answers: dict[str, tuple[int, dict[str, str], Any]], message: str, fake: Fake, tmp_path: Path
+) -> None:
     (tmp_path / "one.jpg").write_bytes(b"one")
-    fake.answers["/embed"] = [(400, {}, {"error": {"message": "not an image"}})]
+    fake.answers = {path: [answer] for path, answer in answers.items()}
     arguments = ("What is it?", tmp_path / "one.jpg", "--sidecar", fake.url, "--vllm", fake.url)
+    expected = message.replace("URL", fake.url).replace("{refused}", "refused the request:")
+    assert finish(start("embed_and_chat.py", *arguments)) == (1, "", f"{expected}\n")
+
+
+def test_server_that_does_not_answer_is_named(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "one.jpg").write_bytes(b"one")
+    fake.answers["/embed"] = [(200, {}, PARTS)]
+    arguments = ("What is it?", tmp_path / "one.jpg", "--sidecar", fake.url, "--vllm", "http://127.0.0.1:9")
     code, out, error = finish(start("embed_and_chat.py", *arguments))
     assert (code, out) == (1, "")
-    assert "not an image" in error
+    assert re.fullmatch(r"vLLM \(http://127\.0\.0\.1:9/v1/models\) does not answer: .*refused\n", error)
+
+
+@pytest.mark.parametrize("name", ["embed_folder.py", "embed_and_chat.py"])
+def test_url_without_scheme_is_refused(name: str) -> None:
+    code, _, error = finish(start(name, "a", "b", "--sidecar", "localhost:8080"))
+    assert code == 2
+    assert "'localhost:8080' is not a URL such as http://127.0.0.1:8080" in error
+
+
+@pytest.mark.parametrize("script", ["examples/embed_folder.py", "examples/embed_and_chat.py", "ray/check.py"])
+def test_missing_package_is_one_line_that_says_what_to_do(script: str) -> None:
+    command = [sys.executable, "-I", "-S", str(ROOT / "deploy" / script), "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"\w+ is not installed for {re.escape(sys.executable)}\. Use .+\n", done.stderr)

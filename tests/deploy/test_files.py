@@ -57,7 +57,7 @@ def expressions() -> list[str]:
 
 
 def exposed() -> dict[str, set[str]]:
-    """Labels of each series that a server has, by the name of the series."""
+    """The labels of each series that a server has, by the name of the series."""
     registry = CollectorRegistry()
     metrics = Metrics(registry, ("/embed",))
     metrics.add_device("cuda:0")
@@ -96,7 +96,7 @@ def test_every_series_and_label_in_a_query_exists(expression: str) -> None:
         assert labels <= series[name] | {"job", "instance"}, name
 
 
-def test_every_alert_is_tested_explained_and_says_what_to_do() -> None:
+def test_every_alert_is_tested_and_documented() -> None:
     tests = read_yaml("deploy/prometheus/alerts_test.yml")["tests"]
     checks = [check for test in tests for check in test["alert_rule_test"]]
     fires = {check["alertname"] for check in checks if check.get("exp_alerts")}
@@ -108,7 +108,7 @@ def test_every_alert_is_tested_explained_and_says_what_to_do() -> None:
         assert len(rule["annotations"]["summary"]) > 60, alert
 
 
-def test_dashboard_panels_are_whole() -> None:
+def test_dashboard_panels_are_complete() -> None:
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels) > 20
     for panel in panels:
@@ -129,7 +129,7 @@ def test_grafana_finds_what_compose_mounts() -> None:
     assert source["url"] == "http://prometheus:9090"
 
 
-def test_prometheus_scrapes_both_servers_of_compose_under_the_name_that_the_alerts_look_for() -> None:
+def test_prometheus_scrapes_both_servers_of_compose_under_the_job_name_of_the_alerts() -> None:
     [job] = read_yaml("deploy/prometheus/prometheus.yml")["scrape_configs"]
     assert job["job_name"] == "vision-sidecar"
     assert job["static_configs"] == [{"targets": ["sidecar:8080"]}]
@@ -159,24 +159,24 @@ def test_compose_starts_vllm_once_the_server_is_ready_and_without_its_vision_enc
 
 
 @pytest.mark.parametrize("service", ["demo", "vision-sidecar"])
-def test_compose_gives_no_variable_that_must_not_be_empty(service: str) -> None:
+def test_compose_sets_no_variable_that_must_not_be_empty(service: str) -> None:
     given = COMPOSE["services"][service].get("environment", {})
     assert not {ENV_PREFIX + name.upper() for name in NEVER_EMPTY} & set(given)
 
 
 def shutdown_s() -> float:
-    """The longest end of a server in the image, in seconds."""
+    """The longest shutdown of a server in the image, in seconds."""
     [delay] = re.findall(r"VISION_SIDECAR_SHUTDOWN_DELAY_S=(\d+)", DOCKERFILE)
     return float(delay) + Settings().shutdown_grace_s
 
 
-def test_nobody_kills_a_server_that_still_drains() -> None:
+def test_draining_server_has_time_before_it_is_killed() -> None:
     for service in ("demo", "vision-sidecar"):
         assert seconds(COMPOSE["services"][service]["stop_grace_period"]) > shutdown_s()
     assert MANIFESTS["Deployment"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > shutdown_s()
 
 
-def test_a_rolling_update_takes_no_pod_away_before_its_successor_is_ready() -> None:
+def test_rolling_update_removes_a_pod_only_after_the_new_one_is_ready() -> None:
     spec = MANIFESTS["Deployment"]["spec"]
     assert spec["strategy"]["rollingUpdate"]["maxUnavailable"] == 0
     [container] = spec["template"]["spec"]["containers"]
@@ -193,7 +193,7 @@ def test_a_rolling_update_takes_no_pod_away_before_its_successor_is_ready() -> N
     assert set(wanted) == ports
 
 
-def test_every_selector_picks_the_pods() -> None:
+def test_every_selector_matches_the_pods() -> None:
     pod = MANIFESTS["Deployment"]["spec"]["template"]
     assert pod["metadata"]["labels"] == NAME
     assert MANIFESTS["Service"]["spec"]["selector"] == NAME
@@ -208,7 +208,7 @@ def test_every_selector_picks_the_pods() -> None:
     assert all(selector == {"matchLabels": NAME} for selector in selectors)
 
 
-def test_a_pod_has_as_many_decode_threads_as_it_asks_for_cpus() -> None:
+def test_pod_has_as_many_decode_threads_as_requested_cpus() -> None:
     def literals(folder: str) -> list[str]:
         [generator] = read_yaml(f"deploy/kubernetes/{folder}/kustomization.yaml")["configMapGenerator"]
         return list(generator["literals"])
@@ -221,13 +221,13 @@ def test_a_pod_has_as_many_decode_threads_as_it_asks_for_cpus() -> None:
     assert f"VISION_SIDECAR_DECODE_THREADS={resources['value']['requests']['cpu']}" in literals("demo")
 
 
-def test_kustomizations_name_all_files_beside_them() -> None:
+def test_kustomization_names_all_files_of_its_folder() -> None:
     files = {path.name for path in (KUBERNETES / "base").iterdir()}
     assert files == {"kustomization.yaml", *RESOURCES}
     assert read_yaml("deploy/kubernetes/demo/kustomization.yaml")["resources"] == ["../base"]
 
 
-def test_the_pod_runs_as_the_user_of_the_image_and_writes_where_it_may() -> None:
+def test_pod_runs_as_the_user_of_the_image_and_has_writable_folders() -> None:
     [user] = re.findall(r"^USER (\d+):(?:\d+)$", DOCKERFILE, re.MULTILINE)
     spec = MANIFESTS["Deployment"]["spec"]["template"]["spec"]
     assert spec["securityContext"]["runAsUser"] == int(user)
@@ -236,7 +236,7 @@ def test_the_pod_runs_as_the_user_of_the_image_and_writes_where_it_may() -> None
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {"/cache", "/tmp"}
 
 
-def test_the_image_has_the_version_and_the_packages_of_the_project() -> None:
+def test_image_has_the_version_and_the_packages_of_the_project() -> None:
     version = PROJECT["project"]["version"]
     assert f"ARG VERSION={version}\n" in DOCKERFILE
     [container] = MANIFESTS["Deployment"]["spec"]["template"]["spec"]["containers"]
@@ -249,12 +249,12 @@ def test_the_image_has_the_version_and_the_packages_of_the_project() -> None:
 
 
 def copied() -> Iterator[str]:
-    """What the Dockerfile copies out of this folder."""
+    """The paths that the Dockerfile copies from this folder."""
     for line in re.findall(r"^COPY (?!--from)(.+)$", DOCKERFILE, re.MULTILINE):
         yield from line.split()[:-1]
 
 
-def test_the_build_is_given_what_it_copies_and_nothing_else() -> None:
+def test_build_context_has_exactly_the_copied_files() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     given = [line.removeprefix("!") for line in lines if line.startswith("!")]
     assert "*" in lines
@@ -264,7 +264,7 @@ def test_the_build_is_given_what_it_copies_and_nothing_else() -> None:
 
 @contextmanager
 def answering(host: str, *statuses: int) -> Iterator[str]:
-    """The port of a server that listens on that host as ours does, and gives the statuses in turn."""
+    """Runs a server that listens like ours and answers with the statuses in turn. Yields its port."""
     left = list(statuses)
 
     class Handler(BaseHTTPRequestHandler):
@@ -289,9 +289,9 @@ def answering(host: str, *statuses: int) -> Iterator[str]:
 
 
 def check_health(**settings: str) -> tuple[int, str]:
-    """Exit code, and what is said."""
+    """Runs the health check. Returns the exit code and stdout."""
     command = [sys.executable, "-I", "-S", str(ROOT / "deploy/healthcheck.py")]
-    # A proxy that the environment names must not be asked.
+    # The check must not use a proxy from the environment.
     environ = {"http_proxy": "http://127.0.0.1:9"} | {
         ENV_PREFIX + name.upper(): value for name, value in settings.items()
     }
@@ -300,7 +300,7 @@ def check_health(**settings: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_the_health_check_tells_ready_from_not_ready_and_from_gone() -> None:
+def test_health_check_tells_ready_from_not_ready() -> None:
     with answering("127.0.0.1", 200, 503) as port:
         assert check_health(port=port) == (0, "")
         assert check_health(port=port) == (1, f"127.0.0.1 port {port}: 503 Service Unavailable\n")
@@ -308,20 +308,20 @@ def test_the_health_check_tells_ready_from_not_ready_and_from_gone() -> None:
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "localhost", "0.0.0.0", "::", "0::0", "::1"])
-def test_the_health_check_finds_the_server_on_whichever_host_it_listens(host: str) -> None:
+def test_health_check_finds_the_server_on_every_host(host: str) -> None:
     with answering(host or "127.0.0.1", 200) as port:
         assert check_health(port=port, host=host) == (0, "")
 
 
 @pytest.mark.parametrize("host", ["", "0.0.0.0", "::"])  # a container may have no IPv6 loopback
-def test_the_health_check_says_whom_it_asked_and_why_that_failed(host: str) -> None:
+def test_health_check_prints_address_and_reason(host: str) -> None:
     code, reason = check_health(host=host, port="9")
     assert code == 1
     assert re.fullmatch(r"127\.0\.0\.1 port 9: .*refused\n", reason)
 
 
 @pytest.mark.parametrize("port", [{}, {"port": ""}, {"port": "tcp://10.0.0.1:80"}])
-def test_the_health_check_asks_the_usual_port_where_none_is_set(port: dict[str, str]) -> None:
+def test_health_check_uses_the_default_port_if_none_is_set(port: dict[str, str]) -> None:
     code, reason = check_health(host="name.invalid", **port)
     assert code == 1
     assert reason.startswith("name.invalid port 8080: ")

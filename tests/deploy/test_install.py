@@ -1,4 +1,4 @@
-"""deploy/install.sh, with stand-ins for the programs that it calls."""
+"""deploy/install.sh, with fake programs in place of those that it calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ esac
 
 
 class Run:
-    """One run: the calls of pip and uv that change something, the exit code, and what was said."""
+    """One run: the calls of pip and uv that change something, the exit code, and stderr."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Run:
         }
         command = ["sh", str(ROOT / "deploy/install.sh"), str(folder / "venv"), requirement]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
-        self.code, self.said = done.returncode, done.stderr
+        self.code, self.stderr = done.returncode, done.stderr
         flags = re.compile(r"--disable-pip-version-check |-q |-c deploy/constraints.txt |--python \S+ ")
         self.calls = [flags.sub("", line) for line in calls.read_text().splitlines()]
 
@@ -84,7 +84,7 @@ class Run:
         ("Darwin", "cpu", "plain", None),
     ],
 )
-def test_the_build_that_is_asked_for_replaces_another(
+def test_wanted_build_replaces_another(
     system: str, torch: str, installed: str, wanted: str | None, tmp_path: Path
 ) -> None:
     there = {"": "", "plain": VERSION, "other": "1.0.0"}.get(installed, VERSION + installed)
@@ -94,7 +94,7 @@ def test_the_build_that_is_asked_for_replaces_another(
         steps.insert(0, "uninstall -y torch")
     extras = "dev,gpu" if torch == "cuda" else "dev"
     assert run.calls == [*steps, f"install -e .[{extras}]"]
-    assert (run.code, run.said) == (0, "")
+    assert (run.code, run.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -107,30 +107,28 @@ def test_the_build_that_is_asked_for_replaces_another(
         ("cuda", ".[dev,ray]", ".[dev,ray,gpu]"),
     ],
 )
-def test_with_cuda_every_choice_of_extras_gets_the_kernels(
-    torch: str, requirement: str, installed: str, tmp_path: Path
-) -> None:
+def test_cuda_adds_the_extra_gpu(torch: str, requirement: str, installed: str, tmp_path: Path) -> None:
     there = f"{VERSION}+cpu" if torch == "cpu" else VERSION
     run = Run(tmp_path, there, torch, requirement=requirement)
     assert run.calls == [f"install -e {installed}"]
 
 
-def test_where_pip_has_no_cpu_build_uv_is_asked_and_the_reason_is_told(tmp_path: Path) -> None:
+def test_uv_installs_the_cpu_build_if_pip_does_not_find_it(tmp_path: Path) -> None:
     run = Run(tmp_path, "", "cpu", cannot_find=f"{VERSION}+cpu")
     uv = f"pip install --torch-backend cpu torch=={VERSION}"
     assert run.calls == [f"install torch=={VERSION}+cpu", "install uv", uv, "install -e .[dev]"]
     assert run.code == 0
-    assert "no matching build of torch" in run.said
+    assert "no matching build of torch" in run.stderr
 
 
-def test_another_build_that_cannot_be_found_ends_the_installation(tmp_path: Path) -> None:
+def test_missing_cuda_build_ends_the_installation(tmp_path: Path) -> None:
     run = Run(tmp_path, "", "cuda", cannot_find=VERSION)
     assert run.calls == [f"install torch=={VERSION}"]
     assert run.code == 1
-    assert "no matching build of torch" in run.said
+    assert "no matching build of torch" in run.stderr
 
 
-def test_a_build_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+def test_unknown_build_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, "", "rocm")
     assert (run.calls, run.code) == ([], 2)
-    assert "cpu or cuda, not rocm" in run.said
+    assert "cpu or cuda, not rocm" in run.stderr

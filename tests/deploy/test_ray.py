@@ -1,6 +1,6 @@
-"""What deploy/ray promises and needs no Ray to be seen: its files agree, and the app is told who left.
+"""deploy/ray, as far as it can be tested without Ray: its files agree, and the app sees disconnects.
 
-`make check-ray` runs it.
+`make check-ray` runs it in Ray.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def configuration(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["serve.yaml", "demo.yaml"])
-def test_a_configuration_names_what_there_is(name: str) -> None:
+def test_configuration_names_existing_functions(name: str) -> None:
     config = configuration(name)
     [application] = config["applications"]
     module, _, function = application["import_path"].partition(":")
@@ -42,21 +42,21 @@ def test_a_configuration_names_what_there_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["serve.yaml", "demo.yaml"])
-def test_a_configuration_holds_settings_and_lets_them_decide(name: str) -> None:
+def test_configuration_has_valid_settings_and_does_not_override_them(name: str) -> None:
     config = configuration(name)
     [application] = config["applications"]
     settings = parse_settings([], application["runtime_env"]["env_vars"])
     assert config["http_options"]["request_timeout_s"] > settings.request_timeout_s
     [deployment] = application["deployments"]
-    # app.py takes these from the settings, and a configuration would win.
+    # app.py takes these from the settings. In the configuration they would override the settings.
     assert not {"ray_actor_options", "graceful_shutdown_timeout_s", "max_ongoing_requests"} & set(deployment)
     scaling = deployment["autoscaling_config"]
     assert 1 <= scaling["min_replicas"] < scaling["max_replicas"]
 
 
-def test_prometheus_asks_for_targets_where_the_app_lists_them() -> None:
+def test_prometheus_finds_the_list_of_targets() -> None:
     [job] = configuration("prometheus.yml")["scrape_configs"]
-    assert job["job_name"] == "vision-sidecar"  # which the alerts look for
+    assert job["job_name"] == "vision-sidecar"  # the alerts use this name
     [discovery] = job["http_sd_configs"]
     [path] = re.findall(r'^TARGETS_PATH = "(.+)"$', SOURCE, re.MULTILINE)
     port = configuration("serve.yaml")["http_options"]["port"]
@@ -66,7 +66,7 @@ def test_prometheus_asks_for_targets_where_the_app_lists_them() -> None:
 
 
 class Waiting:
-    """An app that receives until the caller leaves, and notes how it ended."""
+    """An app that receives until the client disconnects, and notes how it ended."""
 
     def __init__(self) -> None:
         self.received: list[str] = []
@@ -76,8 +76,8 @@ class Waiting:
         try:
             while not self.received or self.received[-1] != "http.disconnect":
                 self.received.append((await receive())["type"])
-            await asyncio.sleep(0)  # what it does to end the request
-            self.ended = "by itself"
+            await asyncio.sleep(0)  # work at the end of the request
+            self.ended = "normally"
         except asyncio.CancelledError:
             self.ended = "cancelled"
             raise
@@ -85,14 +85,14 @@ class Waiting:
 
 async def never() -> Message:
     await asyncio.Event().wait()
-    raise AssertionError("nothing comes")
+    raise AssertionError("no message comes")
 
 
 async def nowhere(message: Message) -> None:
-    raise AssertionError("nobody is there")
+    raise AssertionError("nothing must be sent")
 
 
-def test_a_cancelled_request_ends_as_one_whose_caller_left() -> None:
+def test_cancelled_request_is_a_disconnect() -> None:
     app = Waiting()
 
     async def cancel() -> None:
@@ -103,12 +103,12 @@ def test_a_cancelled_request_ends_as_one_whose_caller_left() -> None:
             await request
 
     asyncio.run(cancel())
-    assert (app.received, app.ended) == (["http.disconnect"], "by itself")
+    assert (app.received, app.ended) == (["http.disconnect"], "normally")
 
 
-def test_what_cannot_be_received_any_more_is_a_caller_who_left() -> None:
+def test_error_while_receiving_is_a_disconnect() -> None:
     app = Waiting()
-    messages: list[Message | Exception] = [{"type": "http.request"}, RuntimeError("the proxy is gone")]
+    messages: list[Message | Exception] = [{"type": "http.request"}, RuntimeError("the proxy has ended")]
 
     async def receive() -> Message:
         message = messages.pop(0)
@@ -117,10 +117,10 @@ def test_what_cannot_be_received_any_more_is_a_caller_who_left() -> None:
         return message
 
     asyncio.run(BehindServe(app)(HTTP, receive, nowhere))
-    assert (app.received, app.ended) == (["http.request", "http.disconnect"], "by itself")
+    assert (app.received, app.ended) == (["http.request", "http.disconnect"], "normally")
 
 
-def test_the_id_is_left_to_serve_and_all_else_passes() -> None:
+def test_only_the_request_id_is_removed_from_answers() -> None:
     start: Message = {
         "type": "http.response.start",
         "status": 200,
@@ -140,7 +140,7 @@ def test_the_id_is_left_to_serve_and_all_else_passes() -> None:
     assert sent == [{**start, "headers": [(b"vary", b"b")]}, body]
 
 
-def test_the_app_s_own_fault_reaches_serve() -> None:
+def test_error_of_the_app_reaches_serve() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise ZeroDivisionError
 
@@ -148,7 +148,7 @@ def test_the_app_s_own_fault_reaches_serve() -> None:
         asyncio.run(BehindServe(app)(HTTP, never, nowhere))
 
 
-def test_the_life_of_the_app_is_not_touched() -> None:
+def test_lifespan_is_passed_through() -> None:
     calls: list[object] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

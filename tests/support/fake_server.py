@@ -1,4 +1,4 @@
-"""A small HTTP server in a thread, whose answers are chosen, byte by byte, request by request."""
+"""A small HTTP server in a thread. The test chooses the bytes of each answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ vision_sidecar_device_busy_seconds_total{device="fake"} COUNT
 
 @dataclass(frozen=True)
 class Reply:
-    """What is sent back: the bytes of an answer, none of which means that the connection is closed."""
+    """The bytes of an answer. `closes` closes the connection after them."""
 
     data: bytes
     closes: bool = False
@@ -38,16 +38,16 @@ OK = reply(200)
 
 @dataclass
 class Seen:
-    """What arrived."""
+    """The requests and connections that arrived."""
 
-    posts: list[tuple[str, bytes]] = field(default_factory=list)  # head and body
+    posts: list[tuple[str, bytes]] = field(default_factory=list)  # head and body of each
     connections: int = 0
 
 
 class FakeServer:
-    """Answers the n-th POST, counted from 0, with `answer(n)`, and GET with metrics of a fake device.
+    """Answers POST number n, counted from 0, with `answer(n)`, and every GET with metrics of a fake device.
 
-    While `stall_s` run, from POST number `stall_at` on, it does nothing at all, as a process that hangs.
+    At POST number `stall_at` the whole server hangs for `stall_s` seconds.
     """
 
     def __init__(
@@ -110,5 +110,5 @@ class FakeServer:
         number = len(self.seen.posts)
         self.seen.posts.append((head, body))
         if number == self._stall_at:
-            time.sleep(self._stall_s)  # noqa: ASYNC251 - the whole server hangs
+            time.sleep(self._stall_s)  # noqa: ASYNC251 - blocks the event loop on purpose
         return self._answer(number)

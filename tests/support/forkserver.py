@@ -6,6 +6,7 @@ For tests that are not about the start of a process: a new interpreter takes two
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing
 import os
 import signal
@@ -71,9 +72,17 @@ def _serve(flags: list[str], environ: Mapping[str, str], out: Connection, err: C
     for end, file in ((out, 1), (err, 2)):
         os.dup2(end.fileno(), file)
         end.close()
-    sys.exit(main(["serve", *flags]))
+    _with_log(lambda: sys.exit(main(["serve", *flags])))
 
 
 def _run_main(module: str, line: socket.socket) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    importlib.import_module(module).main(line.detach())
+    _with_log(lambda: importlib.import_module(module).main(line.detach()))
+
+
+def _with_log(run: Callable[[], None]) -> None:
+    """Writes the whole log at the end, as the interpreter does, but not processes of `multiprocessing`."""
+    try:
+        run()
+    finally:
+        logging.shutdown()

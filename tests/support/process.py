@@ -1,4 +1,4 @@
-"""A server process as an operator and its clients meet it: started, watched, asked slowly, stopped."""
+"""A server in a process of its own, with its log, and slow clients of it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.support.project import ROOT
 
 
 class Process:
-    """A server of its own, in a process group of its own, with what it has logged so far.
+    """A server in its own process group, and the lines of its log so far.
 
-    Its log is read as it is written: a full pipe would hold the server up. The process is forked from one
-    that has imported the service already; with `is_anew` it is a new interpreter, for tests of the start.
+    A thread reads the log all the time, so that no line is dropped. The process is forked from one that has
+    imported the service already. With `is_anew` it is a new interpreter, for tests of the start.
     """
 
     def __init__(self, *flags: str, environ: Mapping[str, str] = {}, is_anew: bool = False) -> None:
@@ -102,7 +102,7 @@ def _start_interpreter(
 
 
 class SlowUpload:
-    """A request whose body is held back, so that it is in flight for as long as we like."""
+    """A request that stays in flight until the test sends the rest of its body."""
 
     def __init__(self, url: str) -> None:
         self._body = encode_image(64, 64)
@@ -119,7 +119,7 @@ class SlowUpload:
         self._socket.close()
 
     def status(self) -> int:
-        """Of the answer; 0 if the connection was closed without one."""
+        """The status of the answer. 0 if the connection was closed without an answer."""
         head = self.head()
         return int(head[9:12]) if head else 0
 
@@ -129,10 +129,10 @@ class SlowUpload:
 
 
 class SlowReader:
-    """A request for many tokens whose answer fills every buffer on the way, as no one reads it yet."""
+    """A request for many tokens. Its answer is not read yet, and fills every buffer on the way."""
 
     def __init__(self, url: str) -> None:
-        images = [encode_image(512, 512, format="JPEG", seed=n) for n in range(32)]
+        images = [encode_image(512, 512, format="JPEG", seed=n) for n in range(16)]
         request = httpx.Request(
             "POST",
             f"{url}/embed?pooling=none&deepstack=true&encoding_format=base64",

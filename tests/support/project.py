@@ -1,4 +1,4 @@
-"""Where the files of the project are."""
+"""Paths and files of the project."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from prometheus_client import CollectorRegistry, Metric
 
 from service.app import SharedProcessState, create_app
 from service.config.files import max_connections
+from service.config.logs import end_process
 from service.config.settings import Settings
 from service.engine.engine import Engine, freeze_loaded_objects
 from service.processes.api_server.gathering import Gathering
@@ -244,7 +245,7 @@ def main(file: int) -> NoReturn:
 
 def _end() -> NoReturn:
     logger.critical("the supervisor has ended, and so does this API server")
-    os._exit(1)
+    end_process(1)
 
 
 def _replicas(setup: Setup, files: Sequence[int]) -> RemoteReplicas:

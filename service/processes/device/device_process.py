@@ -17,6 +17,7 @@ import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from models import DeviceError, ModelError, Replica, VisionEncoder
+from service.config.logs import end_process
 from service.config.settings import Settings
 from service.engine.device_errors import early_end_error, stuck_error
 from service.engine.engine import freeze_loaded_objects
@@ -138,7 +139,7 @@ class Device:
 def main(file: int, load: Callable[[Settings, str], Replica] = load_replica) -> NoReturn:
     """Serves until the supervisor ends the line to it, which is in that file."""
     setup, files, link = join(file, DeviceSetup)
-    device = Device(setup, files, Line(link, on_gone=partial(os._exit, 0)), load)
+    device = Device(setup, files, Line(link, on_gone=partial(end_process, 0)), load)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(device.run())
     raise AssertionError("a device is watched to the end")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import socket
 import threading
@@ -22,6 +21,7 @@ import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from models import DeviceError, ModelError, replica_devices
+from service.config.logs import end_process
 from service.config.settings import Settings
 from service.processes.supervisor.members import DeviceMember, Member, ServerMember, Spawn, spawn
 from service.processes.supervisor.reception import Reception
@@ -365,5 +365,4 @@ def supervise(settings: Settings, listener: socket.socket, num_servers: int) -> 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(supervisor.run())
     logger.info("stopped")
-    logging.shutdown()
-    os._exit(code)
+    end_process(code)

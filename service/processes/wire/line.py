@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from service.config.logs import end_process
 from service.processes.wire.link import Link
 from service.processes.wire.messages import Ping, Pong
 
@@ -46,7 +46,7 @@ class Line:
             self._on_gone()
         except Exception:
             logger.critical("cannot do what the supervisor says", exc_info=True)
-            os._exit(1)
+            end_process(1)
 
     def _receive(self) -> tuple[Any, list[int]] | None:
         """None: there is no more for now."""
