@@ -22,7 +22,6 @@ from models.devices import find_device
 from models.errors import ModelError
 from models.kernels import select_kernels
 from models.outputs import BatchResult, EncodeItem
-from models.packed import PackedVisionTransformer
 from models.preprocess import Patches, Preprocessor
 from models.qwen3_vl import (
     PATCH_BIAS,
@@ -31,6 +30,7 @@ from models.qwen3_vl import (
     checkpoint_shapes,
     fold_patch_embedding,
 )
+from models.qwen3_vl_adapter import Qwen3VLAdapter
 from models.readback import RunningBatch, select_outputs, warm_up_outputs
 from models.streams import DeviceStream
 from models.weights import Checkpoint, check_tensors, fingerprint, open_checkpoint
@@ -75,7 +75,7 @@ class VisionEncoder:
             with torch.device("meta"):
                 self.model = VisionTransformer(vision, backend.attention, self.kernels)
             _load(self.model, checkpoint, device, self.dtype)
-            packed = PackedVisionTransformer(self.model, checkpoint.preprocess)
+            packed = Qwen3VLAdapter(self.model, checkpoint.preprocess)
             self.graphs = EncoderCudaGraphManager(packed, cuda_graphs, device)
             warm_up_outputs(self.kernels, self.hidden_size, device, self.dtype)
 

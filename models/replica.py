@@ -19,8 +19,8 @@ import torch
 
 from models.encoder import VisionEncoder
 from models.errors import DeviceError
+from models.load_balance import get_load_balance_assignment
 from models.outputs import BatchResult, EncodeItem
-from models.packing import get_load_balance_assignment
 from models.readback import RunningBatch
 
 MAX_LAUNCHED = 2  # batches: one runs, one waits behind it on the device

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from models.protocol import EncoderCudaGraphConfig, ReplayBuffers
+from models.cudagraph_protocol import EncoderCudaGraphConfig, ReplayBuffers
 
 Metadata = Mapping[str, torch.Tensor]
 Fill = Callable[[ReplayBuffers], None]

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from models import CudaGraphSettings, Patches, VisionEncoder
-from models.packing import infer_budgets
-from models.protocol import ReplayBuffers
+from models.budgets import infer_budgets
+from models.cudagraph_protocol import ReplayBuffers
 from models.weights import Checkpoint
 from tests.gpu.images import MIXED, patches
 from tests.support.checkpoints import reference_tokens, relative_error

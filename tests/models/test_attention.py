@@ -13,8 +13,8 @@ from models.attention import (
     select_attention,
     small_tile,
 )
+from models.budgets import infer_warm_up
 from models.errors import ModelError
-from models.packing import infer_warm_up
 from tests.support.checkpoints import relative_error
 
 CPU = torch.device("cpu")

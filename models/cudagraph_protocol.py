@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
-Batch = TypeVar("Batch")
+BatchT = TypeVar("BatchT")
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class ReplayBuffers:
 
 
 @runtime_checkable
-class SupportsEncoderCudaGraph(Protocol[Batch]):
+class SupportsEncoderCudaGraph(Protocol[BatchT]):
     """A vision encoder whose forward pass can be captured. Items are images; tokens are output rows."""
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
@@ -57,21 +57,21 @@ class SupportsEncoderCudaGraph(Protocol[Batch]):
         """Tokens of the model's smallest image, and of the largest worth capturing."""
         ...
 
-    def get_encoder_cudagraph_num_items(self, batch: Batch) -> int: ...
+    def get_encoder_cudagraph_num_items(self, batch: BatchT) -> int: ...
 
-    def get_encoder_cudagraph_per_item_output_tokens(self, batch: Batch) -> list[int]: ...
+    def get_encoder_cudagraph_per_item_output_tokens(self, batch: BatchT) -> list[int]: ...
 
-    def get_encoder_cudagraph_per_item_input_sizes(self, batch: Batch) -> list[int]:
+    def get_encoder_cudagraph_per_item_input_sizes(self, batch: BatchT) -> list[int]:
         """Input rows of each item, which balance the load over several devices."""
         ...
 
-    def select_encoder_cudagraph_items(self, batch: Batch, indices: Sequence[int]) -> Batch: ...
+    def select_encoder_cudagraph_items(self, batch: BatchT, indices: Sequence[int]) -> BatchT: ...
 
-    def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, max_batch_size: int) -> Batch:
+    def prepare_encoder_cudagraph_capture_inputs(self, token_budget: int, max_batch_size: int) -> BatchT:
         """A batch of random content that fills the budget as far as the model's sizes allow."""
         ...
 
-    def prepare_encoder_cudagraph_replay_buffers(self, batch: Batch, buffers: ReplayBuffers) -> None:
+    def prepare_encoder_cudagraph_replay_buffers(self, batch: BatchT, buffers: ReplayBuffers) -> None:
         """Writes the batch into the buffers, items in order; input by copies on the current stream."""
         ...
 
@@ -82,6 +82,6 @@ class SupportsEncoderCudaGraph(Protocol[Batch]):
         their content. Rows behind those of the images hold anything and must not reach an image's tokens."""
         ...
 
-    def encoder_eager_forward(self, batch: Batch) -> torch.Tensor:
+    def encoder_eager_forward(self, batch: BatchT) -> torch.Tensor:
         """Tokens of the batch, in order, at its exact size: shaped like an output buffer."""
         ...

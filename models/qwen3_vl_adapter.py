@@ -13,13 +13,13 @@ from functools import partial
 import numpy as np
 import torch
 
+from models.cudagraph_protocol import EncoderCudaGraphConfig, MetadataSpec, ReplayBuffers
 from models.preprocess import Patches, PreprocessConfig
-from models.protocol import EncoderCudaGraphConfig, MetadataSpec, ReplayBuffers
 from models.qwen3_vl import VisionTransformer
 from models.staging import Uploader
 
 
-class PackedVisionTransformer:
+class Qwen3VLAdapter:
     """Batches are sequences of `Patches`. Output buffers are [1 + deepstack levels, tokens, out_hidden]."""
 
     def __init__(self, model: VisionTransformer, preprocess: PreprocessConfig) -> None:
