@@ -10,7 +10,8 @@ from models.encoder import VisionEncoder
 from models.errors import DeviceError, ModelError
 from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec
 from models.preprocess import MAX_ASPECT_RATIO, AspectRatioError, Patches, PreprocessConfig, Preprocessor
-from models.replica import Replica, ReplicaGroup
+from models.replica import Replica
+from models.replica_group import ReplicaGroup
 from models.weights import Checkpoint, open_checkpoint
 
 __all__ = [

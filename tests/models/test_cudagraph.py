@@ -1,4 +1,4 @@
-"""The manager with a minimal encoder and the vision transformer, on a CPU, where a replay calls the forward."""
+"""The manager with a minimal encoder and the vision transformer. On a CPU a replay calls the forward pass."""
 
 from __future__ import annotations
 
