@@ -11,7 +11,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from safetensors.torch import load_file, save_file
 
 from models import ModelError, VisionEncoder
@@ -93,7 +98,7 @@ def test_a_checkpoint_without_an_encoder_is_an_error(folder: Path) -> None:
 
 def test_a_tensor_under_both_prefixes_is_an_error(folder: Path) -> None:
     edit_tensors(folder, {FC1.removeprefix("model."): torch.zeros(136, 96)})
-    with pytest.raises(ModelError, match="stands in the checkpoint twice"):
+    with pytest.raises(ModelError, match="the checkpoint has tensor .* twice"):
         load(folder)
 
 
@@ -158,6 +163,19 @@ def test_an_index_cannot_point_elsewhere(sharded: Path, tmp_path: Path, shard: s
         ({"vision_config__deepstack_visual_indexes": [0, 4]}, "are not blocks of 4"),
         ({"vision_config__deepstack_visual_indexes": [2, 0]}, "not in ascending order"),
         ({"vision_config__deepstack_visual_indexes": ...}, "has no deepstack_visual_indexes"),
+        ({"vision_config__rope_parameters__rope_theta": None}, "rope_parameters has no rope_theta"),
+        (
+            {"vision_config__rope_parameters__rope_theta": "x"},
+            "rope_parameters.rope_theta 'x' is not a number",
+        ),
+        ({"vision_config__rope_parameters__rope_theta": [1]}, "rope_theta \\[1\\] is not a number"),
+        ({"vision_config__rope_parameters__rope_theta": float("nan")}, "rope_theta nan is not a number"),
+        ({"vision_config__rope_parameters__rope_theta": 0}, "rope_theta 0.0 is not positive"),
+        ({"vision_config__rope_parameters__rope_theta": -1.5}, "rope_theta -1.5 is not positive"),
+        # Errors of transformers: one of its own, AttributeError and IndexError.
+        ({"vision_config__depth": {}}, "config.json: .*depth"),
+        ({"dtype": "x"}, "config.json: .*'x'"),
+        ({"dtype": []}, "config.json: list index out of range"),
     ],
 )
 def test_a_configuration_that_cannot_be_served_is_named(
@@ -301,15 +319,18 @@ def test_a_hub_repository_of_one_file_loads(saved: Path, tmp_path: Path) -> None
         (RepositoryNotFoundError, "neither a folder nor a repository on the hub"),
         (RevisionNotFoundError, "has no revision 'v9'"),
         (GatedRepoError, "is gated: .*HF_TOKEN"),
-        (ConnectionError, "could not be downloaded: reason"),
+        (httpx.ConnectTimeout, "could not be downloaded: reason"),  # of the HTTP library
+        (OSError, "could not be downloaded: reason"),  # of the file system
+        (ValueError, "could not be downloaded: reason"),
+        (RuntimeError, "could not be downloaded: reason"),  # of hf_xet
     ],
 )
 def test_hub_errors_are_one_clear_line(error: type[Exception], message: str) -> None:
     def download(repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        if error is ConnectionError:
+        if not issubclass(error, HfHubHTTPError):
             raise error("reason\nmore")
         response = httpx.Response(404, request=httpx.Request("GET", "https://hub.invalid"))
-        raise error("text\nmore", response=response)  # type: ignore[call-arg]
+        raise error("text\nmore", response=response)
 
     with pytest.raises(ModelError, match=message) as caught:
         open_checkpoint("org/model", "v9", download=download)
