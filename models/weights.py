@@ -74,7 +74,7 @@ class Download(Protocol):
 def open_checkpoint(
     model: str, revision: str | None = None, download: Download = snapshot_download
 ) -> Checkpoint:
-    """Opens a local folder or a hub repository. Raises `ModelError` if it is missing, invalid or not supported."""
+    """Opens a local folder or a hub repository. Raises `ModelError` if it cannot be served."""
     if Path(model).is_dir():
         return _open_folder(Path(model), revision=None)
     if model.startswith(("/", ".", "~")):
