@@ -1,4 +1,4 @@
-"""The encoder and what goes around it. Knows tensors and nothing of requests."""
+"""The vision encoder: checkpoints, preprocessing, CUDA graphs, replicas. Knows nothing of requests."""
 
 from models.config import VisionConfig
 from models.cudagraph import CudaGraphSettings, EncoderCudaGraphManager
