@@ -46,7 +46,7 @@ def load(folder: Path) -> VisionEncoder:
 
 
 def edit_json(path: Path, **changes: Any) -> None:
-    """Sets members of the JSON object in that file; a dotted name reaches inside, `...` removes."""
+    """Changes members of the JSON object in a file. `a__b` is member b of a; `...` removes the member."""
     content = json.loads(path.read_text())
     for name, value in changes.items():
         target = content
@@ -75,7 +75,7 @@ def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None]) -> None:
         ({FC1: torch.zeros(136, 96, dtype=torch.int8)}, "quantized encoders are not supported"),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(
+def test_error_names_tensors_that_do_not_fit(
     folder: Path, changes: dict[str, torch.Tensor | None], message: str
 ) -> None:
     edit_tensors(folder, changes)
@@ -83,20 +83,20 @@ def test_tensors_that_do_not_fit_are_named(
         load(folder)
 
 
-def test_many_problems_are_cut_short(folder: Path) -> None:
+def test_error_lists_only_the_first_problems(folder: Path) -> None:
     edit_json(folder / "config.json", vision_config__depth=9)
     with pytest.raises(ModelError, match="and 55 more") as error:
         load(folder)
     assert "\n" not in str(error.value)
 
 
-def test_a_checkpoint_without_an_encoder_is_an_error(folder: Path) -> None:
+def test_checkpoint_without_an_encoder_is_an_error(folder: Path) -> None:
     save_file({"lm_head.weight": torch.zeros(2)}, folder / SINGLE_FILE)
     with pytest.raises(ModelError, match="no vision encoder"):
         load(folder)
 
 
-def test_a_tensor_under_both_prefixes_is_an_error(folder: Path) -> None:
+def test_tensor_under_both_prefixes_is_an_error(folder: Path) -> None:
     edit_tensors(folder, {FC1.removeprefix("model."): torch.zeros(136, 96)})
     with pytest.raises(ModelError, match="the checkpoint has tensor .* twice"):
         load(folder)
@@ -109,13 +109,13 @@ def test_only_safetensors_are_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage", b"\xff" * 100])
-def test_a_broken_file_is_an_error(folder: Path, content: bytes) -> None:
+def test_broken_file_is_an_error(folder: Path, content: bytes) -> None:
     (folder / SINGLE_FILE).write_bytes(content)
     with pytest.raises(ModelError, match="model.safetensors cannot be read"):
         load(folder)
 
 
-def test_a_truncated_file_is_an_error(folder: Path) -> None:
+def test_truncated_file_is_an_error(folder: Path) -> None:
     content = (folder / SINGLE_FILE).read_bytes()
     (folder / SINGLE_FILE).write_bytes(content[: len(content) // 2])
     with pytest.raises(ModelError, match="model.safetensors cannot be read"):
@@ -131,7 +131,7 @@ def test_only_the_shards_that_hold_the_encoder_are_needed(sharded: Path, tmp_pat
     assert load(tmp_path).fingerprint == load(sharded).fingerprint
 
 
-def test_a_needed_shard_that_is_missing_is_named(sharded: Path, tmp_path: Path) -> None:
+def test_error_names_a_missing_shard(sharded: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(sharded, tmp_path / "copy"))
     shard = json.loads((folder / INDEX_FILE).read_text())["weight_map"][FC1]
     (folder / shard).unlink()
@@ -140,7 +140,7 @@ def test_a_needed_shard_that_is_missing_is_named(sharded: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("shard", ["../secret.safetensors", "/etc/passwd", "model.bin"])
-def test_an_index_cannot_point_elsewhere(sharded: Path, tmp_path: Path, shard: str) -> None:
+def test_index_cannot_name_files_outside_the_folder(sharded: Path, tmp_path: Path, shard: str) -> None:
     folder = Path(shutil.copytree(sharded, tmp_path / "copy"))
     weight_map = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
     edit_json(folder / INDEX_FILE, weight_map=weight_map | {FC1: shard})
@@ -178,7 +178,7 @@ def test_an_index_cannot_point_elsewhere(sharded: Path, tmp_path: Path, shard: s
         ({"dtype": []}, "config.json: list index out of range"),
     ],
 )
-def test_a_configuration_that_cannot_be_served_is_named(
+def test_error_names_a_configuration_that_is_not_supported(
     folder: Path, changes: dict[str, Any], message: str
 ) -> None:
     edit_json(folder / "config.json", **changes)
@@ -201,7 +201,7 @@ def test_a_configuration_that_cannot_be_served_is_named(
         ({"size": {"shortest_edge": 10, "longest_edge": 5}}, "shortest_edge 10 is over longest_edge 5"),
     ],
 )
-def test_an_image_processor_that_cannot_be_served_is_named(
+def test_error_names_an_image_processor_that_is_not_supported(
     folder: Path, changes: dict[str, Any], message: str
 ) -> None:
     edit_json(folder / "preprocessor_config.json", **changes)
@@ -209,7 +209,7 @@ def test_an_image_processor_that_cannot_be_served_is_named(
         load(folder)
 
 
-def test_the_image_processor_file_of_published_checkpoints_is_enough(folder: Path) -> None:
+def test_image_processor_file_of_published_checkpoints_is_enough(folder: Path) -> None:
     before = open_checkpoint(str(folder)).preprocess
     (folder / "preprocessor_config.json").write_text(json.dumps(SHORT_PROCESSOR))
     assert open_checkpoint(str(folder)).preprocess == before
@@ -217,7 +217,7 @@ def test_the_image_processor_file_of_published_checkpoints_is_enough(folder: Pat
     assert open_checkpoint(str(folder)).preprocess.rescale_factor == 0.5
 
 
-def test_the_vision_configuration_of_published_checkpoints_is_enough(folder: Path) -> None:
+def test_vision_configuration_of_published_checkpoints_is_enough(folder: Path) -> None:
     before = open_checkpoint(str(folder)).vision
     edit_json(folder / "config.json", vision_config__rope_parameters=...)
     edit_json(folder / "config.json", vision_config__initializer_range=0.02)
@@ -230,7 +230,7 @@ def test_older_names_of_the_pixel_limits_win_over_size(folder: Path) -> None:
     assert (config.min_pixels, config.max_pixels) == (1000, 2000)
 
 
-def test_processor_config_is_read_first_where_it_holds_an_image_processor(folder: Path) -> None:
+def test_processor_config_is_preferred_if_it_has_an_image_processor(folder: Path) -> None:
     nested = PROCESSOR | {"size": {"shortest_edge": 4096, "longest_edge": 8192}}
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen3VLProcessor"}))
     assert open_checkpoint(str(folder)).preprocess.max_pixels == 16777216
@@ -240,7 +240,7 @@ def test_processor_config_is_read_first_where_it_holds_an_image_processor(folder
 
 @pytest.mark.parametrize("file", ["config.json", "preprocessor_config.json"])
 @pytest.mark.parametrize("content", [None, b"{", b"[]", b"\xff\xfe", b"[" * 100000])
-def test_broken_json_is_an_error_that_names_the_file(folder: Path, file: str, content: bytes | None) -> None:
+def test_error_names_the_file_with_broken_json(folder: Path, file: str, content: bytes | None) -> None:
     if content is None:
         (folder / file).unlink()
     else:
@@ -249,7 +249,7 @@ def test_broken_json_is_an_error_that_names_the_file(folder: Path, file: str, co
         load(folder)
 
 
-def test_the_rotary_base_is_the_checkpoints_own(folder: Path) -> None:
+def test_rotary_base_is_read_from_the_checkpoint(folder: Path) -> None:
     edit_json(
         folder / "config.json", vision_config__rope_parameters={"rope_type": "axial", "rope_theta": 500.0}
     )
@@ -258,7 +258,7 @@ def test_the_rotary_base_is_the_checkpoints_own(folder: Path) -> None:
     assert open_checkpoint(str(folder)).vision.rope_theta == 10000.0
 
 
-def test_the_fingerprint_ignores_form_and_sees_content(saved: Path, sharded: Path, tmp_path: Path) -> None:
+def test_fingerprint_depends_on_content_and_not_on_files(saved: Path, sharded: Path, tmp_path: Path) -> None:
     base = fingerprint(open_checkpoint(str(saved)))
     assert fingerprint(open_checkpoint(str(sharded))) == base
     old = save(build_model(), tmp_path / "old", old_prefix=True, processor_file="processor_config.json")
@@ -281,7 +281,7 @@ def test_the_fingerprint_ignores_form_and_sees_content(saved: Path, sharded: Pat
 
 
 class FakeHub:
-    """Copies the files that match from a folder to a snapshot, as the hub client does."""
+    """Copies matching files from a folder to a snapshot, as the hub client does."""
 
     def __init__(self, source: Path, target: Path) -> None:
         self.source, self.snapshot, self.asked = source, target / ("c0ffee" * 6), list[tuple[Any, ...]]()
@@ -295,7 +295,7 @@ class FakeHub:
         return str(self.snapshot)
 
 
-def test_of_a_hub_repository_only_what_is_needed_is_fetched(sharded: Path, tmp_path: Path) -> None:
+def test_only_needed_files_of_a_hub_repository_are_downloaded(sharded: Path, tmp_path: Path) -> None:
     hub = FakeHub(sharded, tmp_path)
     checkpoint = open_checkpoint("org/model", "main", download=hub)
     assert checkpoint.revision == "c0ffee" * 6
@@ -307,7 +307,7 @@ def test_of_a_hub_repository_only_what_is_needed_is_fetched(sharded: Path, tmp_p
     assert set(second) == {file for name, file in weight_map.items() if ".visual." in name}
 
 
-def test_a_hub_repository_of_one_file_loads(saved: Path, tmp_path: Path) -> None:
+def test_hub_repository_with_one_weight_file_loads(saved: Path, tmp_path: Path) -> None:
     hub = FakeHub(saved, tmp_path)
     assert open_checkpoint("org/model", download=hub).revision == hub.snapshot.name
     assert hub.asked[1][2] == (SINGLE_FILE,)
@@ -338,7 +338,7 @@ def test_hub_errors_are_one_clear_line(error: type[Exception], message: str) -> 
 
 
 @pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "~/nothing"])
-def test_a_path_that_is_no_folder_is_not_looked_up_on_the_hub(model: str) -> None:
+def test_path_is_not_looked_up_on_the_hub(model: str) -> None:
     def download(repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
         raise AssertionError("asked the hub")
 
