@@ -112,7 +112,7 @@ class EncoderCudaGraphManager(Generic[BatchT]):
         """Encodes a batch in sub-batches and passes the tokens of each to `consume`.
 
         `begin` is called before the work of each sub-batch is launched, and after its input is copied. A
-        sub-batch that cannot be loaded runs eagerly. Raises what the device raises.
+        sub-batch that cannot be loaded runs eagerly. Raises errors of the device.
         """
         num_tokens = self.model.get_encoder_cudagraph_per_item_output_tokens(batch)
         packed = plan(num_tokens, self._slots)

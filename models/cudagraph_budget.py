@@ -1,6 +1,6 @@
 """The captured graph of one token budget, the buffers that all budgets share, and the replay of a batch.
 
-Knows nothing of how budgets are chosen, and nothing of what is in a batch.
+Knows nothing of how budgets are chosen, and nothing of the content of a batch.
 """
 
 from __future__ import annotations

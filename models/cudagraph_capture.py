@@ -63,7 +63,7 @@ def capture_graphs(
         return capture.capture_and_test(budgets)
     except _OutOfMemory as error:
         too_large = error.token_budget
-    # Outside of `except`, because the error holds on to what the failed attempt allocated.
+    # Outside of `except`, because the error holds the memory that the failed attempt allocated.
     with START_LOCK:
         raise capture.too_large(too_large)
 

@@ -56,8 +56,8 @@ class Replica:
     def serve(self, queue: Queue) -> Future[None]:
         """Encodes the batches of a queue, in the launching thread, until `take` returns None.
 
-        `take` is called only when the device has a place for a batch. The returned future ends with what
-        `take` or loading raised, but not with the error of a batch.
+        `take` is called only when the device has a place for a batch. The returned future ends when the queue
+        does, or with the error of `take` or of loading. The error of a batch does not end it.
         """
         return self._launcher.submit(self._serve, queue)
 

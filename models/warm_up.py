@@ -21,7 +21,7 @@ START_LOCK = threading.Lock()
 
 
 def compile_kernels(model: SupportsEncoderCudaGraph[BatchT], device: torch.device, above_tokens: int) -> None:
-    """Compiles what eager runs of images over `above_tokens` tokens need. Only CUDA devices need this."""
+    """Compiles the kernels for images over `above_tokens` tokens. Only CUDA devices need this."""
     if device.type != "cuda":
         return
     smallest, largest = model.get_encoder_cudagraph_budget_range()

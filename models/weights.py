@@ -120,7 +120,7 @@ def _encoder_shards(folder: Path) -> list[str]:
         raise ModelError(f"{INDEX_FILE} has no vision encoder: no tensor starts with {' or '.join(PREFIXES)}")
     for shard in shards:
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ModelError(f"{INDEX_FILE} names {shard!r}, which is not a safetensors file beside it")
+            raise ModelError(f"{INDEX_FILE} names {shard!r}, which is not a safetensors file in its folder")
     return shards
 
 

@@ -144,7 +144,7 @@ def test_index_cannot_name_files_outside_the_folder(sharded: Path, tmp_path: Pat
     folder = Path(shutil.copytree(sharded, tmp_path / "copy"))
     weight_map = json.loads((folder / INDEX_FILE).read_text())["weight_map"]
     edit_json(folder / INDEX_FILE, weight_map=weight_map | {FC1: shard})
-    with pytest.raises(ModelError, match="not a safetensors file beside it"):
+    with pytest.raises(ModelError, match="not a safetensors file in its folder"):
         load(folder)
 
 

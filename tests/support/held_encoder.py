@@ -53,7 +53,7 @@ class HeldEncoder:
         self.max_running = 0
         self.fail_launch = fail_launch
         self.fail_wait = fail_wait
-        self.fault: BaseException | None = None  # what `check_device` raises
+        self.fault: BaseException | None = None  # raised by `check_device`
 
     def check_device(self) -> None:
         if self.fault is not None:
