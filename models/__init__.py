@@ -1,15 +1,17 @@
-"""The encoder and what goes around it. Knows tensors and nothing of requests."""
+"""The vision encoder: checkpoints, preprocessing, CUDA graphs, replicas. Knows nothing of requests."""
 
 from models.config import VisionConfig
-from models.cudagraph import BudgetGraphMetadata, CudaGraphSettings, EncoderCudaGraphManager
+from models.cudagraph import CudaGraphSettings, EncoderCudaGraphManager
+from models.cudagraph_budget import BudgetGraphMetadata
+from models.cudagraph_protocol import SupportsEncoderCudaGraph
 from models.demo import RANDOM_SIZES, random_checkpoint
 from models.devices import find_device, replica_devices
 from models.encoder import VisionEncoder
 from models.errors import DeviceError, ModelError
 from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec
 from models.preprocess import MAX_ASPECT_RATIO, AspectRatioError, Patches, PreprocessConfig, Preprocessor
-from models.protocol import SupportsEncoderCudaGraph
-from models.replica import Replica, ReplicaGroup
+from models.replica import Replica
+from models.replica_group import ReplicaGroup
 from models.weights import Checkpoint, open_checkpoint
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Variable-length attention over packed sequences: one call, several backends.
 
-Every backend computes, for each sequence on its own, softmax(q kᵀ / sqrt(head_dim)) v without a mask. Knows
-nothing of images or of the model around it.
+Every backend computes softmax(q kᵀ / sqrt(head_dim)) v for each sequence, without a mask. Knows nothing of
+images or of the model.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from models.errors import ModelError
 
 @dataclass(frozen=True, eq=False)
 class Sequences:
-    """Where the packed sequences lie, on the device and on the host."""
+    """The positions of packed sequences."""
 
-    cu_seqlens: torch.Tensor  # int32 [sequences + 1], on the device; rows behind the last belong to none
+    cu_seqlens: torch.Tensor  # int32 [sequences + 1], on the device; later rows belong to no sequence
     max_length: int  # no sequence has more rows
 
 
 class Attention(Protocol):
     """q, k and v are [rows, heads, head_dim], possibly strided; the result has their shape and is contiguous.
 
-    There is at least one sequence. Rows of the result that belong to no sequence hold anything.
+    There is at least one sequence. Rows of the result that belong to no sequence hold any values.
     """
 
     def __call__(
@@ -41,7 +41,7 @@ class Attention(Protocol):
 
 
 def flash_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """FlashAttention 2 as torch carries it. CUDA, bfloat16 or float16 only."""
+    """FlashAttention 2, as included in torch. CUDA, bfloat16 or float16 only."""
     cu, longest = sequences.cu_seqlens, sequences.max_length
     return _flash_2()(q, k, v, cu, cu, longest, longest)
 
@@ -51,8 +51,8 @@ def flash_attention_4(
 ) -> torch.Tensor:
     """FlashAttention 4, from the package flash-attn-4. Hopper and Blackwell, bfloat16 or float16 only.
 
-    The kernel is compiled at its first call. The package's own tiles are for long inputs; on short ones
-    smaller ones are a sixth to a third faster, and only its inner function takes them.
+    The kernel is compiled at its first call. The package's own tiles are for long inputs. On short inputs
+    smaller tiles are a sixth to a third faster, and only the package's inner function accepts a tile.
     """
     cu, longest = sequences.cu_seqlens, sequences.max_length
     num_rows, num_heads, head_dim = q.shape
@@ -69,11 +69,11 @@ def flash_attention_4(
     )[0]
 
 
-_PACKAGE_ROWS = 192  # of q in a block of flash-attn-4's own tile, on Hopper for head dimensions up to 96
+_PACKAGE_ROWS = 192  # of q in flash-attn-4's own tile, on Hopper and for head dimensions up to 96
 
 
 class Processors(Protocol):
-    """What the choice of a tile asks of `torch.cuda.get_device_properties`."""
+    """The part of `torch.cuda.get_device_properties` that the choice of a tile needs."""
 
     @property
     def major(self) -> int: ...
@@ -83,11 +83,12 @@ class Processors(Protocol):
 
 
 def small_tile(num_rows: int, num_heads: int, head_dim: int, gpu: Processors) -> tuple[int, int] | None:
-    """Rows of q and of k that one block works on; None where the package's own tile is best.
+    """Returns the rows of q and of k that one block works on, or None if the package's own tile is best.
 
-    A multiprocessor runs one block at a time, and takes nearly as long for fewer rows of q. So the smallest
-    blocks are best that need no more rounds than the package's, and no more than two. Rows are counted as
-    those of one sequence, as most small batches are: several may need a round more.
+    A multiprocessor runs one block at a time, and a block with fewer rows of q takes nearly as long. So the
+    best block is the smallest that needs no more rounds than the package's, and at most two. All rows are
+    counted as one sequence, because most small batches have one image. Several sequences may need one more
+    round.
     """
     if gpu.major != 9 or not 64 < head_dim <= 96:
         return None  # measured on Hopper with head dimension 72 only
@@ -102,8 +103,10 @@ def small_tile(num_rows: int, num_heads: int, head_dim: int, gpu: Processors) ->
 
 
 def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences) -> torch.Tensor:
-    """`scaled_dot_product_attention`, a sequence at a time. Any device, any dtype; no CUDA graph can hold it,
-    because the host reads where sequences end."""
+    """`scaled_dot_product_attention` for one sequence after the other. Any device, any dtype.
+
+    A CUDA graph cannot hold it, because the host reads the ends of sequences.
+    """
 
     def attend(*parts: torch.Tensor) -> torch.Tensor:
         query, key, value = (
@@ -117,7 +120,7 @@ def sdpa_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences:
 def reference_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences
 ) -> torch.Tensor:
-    """The formula, a sequence at a time, in float64: what the backends are tested against."""
+    """The formula in float64, for one sequence after the other. Tests compare the backends with it."""
 
     def attend(*parts: torch.Tensor) -> torch.Tensor:
         query, key, value = (part.double().transpose(0, 1) for part in parts)  # [heads, rows, head_dim]
@@ -169,14 +172,14 @@ def _check_flash_4(device: torch.device, dtype: torch.dtype, head_dim: int) -> N
 
 @cache
 def _flash_2() -> Callable[..., torch.Tensor]:
-    """torch's function. Its module takes a second to import, and is not needed on a CPU."""
+    """Returns torch's function. The import takes a second, and a CPU does not need it."""
     function: Callable[..., torch.Tensor] = import_module("torch.nn.attention.varlen").varlen_attn
     return function
 
 
 @cache
 def _flash_4() -> Callable[..., tuple[torch.Tensor, ...]]:
-    """The optional package's function. Raises `ModelError` where it is missing or another version."""
+    """Returns the optional package's function. Raises `ModelError` if it is missing or another version."""
     try:
         interface = import_module("flash_attn.cute.interface")
         function: Callable[..., tuple[torch.Tensor, ...]] = interface._flash_attn_fwd
@@ -189,12 +192,12 @@ def _flash_4() -> Callable[..., tuple[torch.Tensor, ...]]:
 
 
 def _check_sdpa(device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Serves everything."""
+    """Supports every device, dtype and head dimension."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention."""
+    """An implementation of attention."""
 
     name: str
     attention: Attention
@@ -211,9 +214,9 @@ BACKENDS = tuple(backend.name for backend in _BACKENDS)
 
 
 def select_attention(name: str, device: torch.device, dtype: torch.dtype, head_dim: int) -> Backend:
-    """The named backend, or with `auto` the fastest that can serve.
+    """Returns the named backend, or for `auto` the fastest that supports device, dtype and head dimension.
 
-    Raises `ModelError` where the named backend cannot serve that device, dtype or head dimension.
+    Raises `ModelError` if the named backend does not support them.
     """
     if name == "auto":
         return next(backend for backend in _BACKENDS if _serves(backend, device, dtype, head_dim))

@@ -1,7 +1,7 @@
-"""Configuration out of a checkpoint's JSON files: of the vision transformer and of its image processor.
+"""Reads the configuration of the vision transformer and its image processor from a checkpoint's JSON files.
 
-Knows the names of files and fields; knows nothing of tensors, downloads or devices. Values are the
-checkpoint's own. One that is missing is an error that names it, but for the few that published checkpoints
+Knows the names of files and fields; knows nothing of tensors, downloads or devices. All values come from the
+checkpoint. A missing value is an error that names it, except for the few values that published checkpoints
 leave to the defaults of transformers' classes.
 """
 
@@ -57,12 +57,12 @@ class VisionConfig:
 
     @property
     def width(self) -> int:
-        """Columns of one output token: main, then the deepstack levels."""
+        """Columns of one output token: the main ones, then those of each deepstack level."""
         return self.out_hidden_size * (1 + len(self.deepstack_visual_indexes))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `ModelError` where there is none."""
+    """Returns the object in a JSON file. Raises `ModelError` if there is no file or no object in it."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -75,7 +75,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_vision_config(folder: Path) -> VisionConfig:
-    """The vision configuration of the `config.json` in that folder. Raises `ModelError`."""
+    """Reads `config.json` in the folder. Raises `ModelError` if it is missing, invalid or not supported."""
     raw = read_json(folder / "config.json")
     model_type = raw.get("model_type")
     if model_type not in MODEL_TYPES:
@@ -83,16 +83,18 @@ def read_vision_config(folder: Path) -> VisionConfig:
     if not isinstance(raw.get("vision_config"), dict):
         raise ModelError("config.json has no vision_config")
     try:
-        # A plain data class of transformers: it fills in what older files lack and runs no remote code. Not
-        # every process needs the package, which takes a second to import.
+        # A plain data class of transformers: it adds values that older files lack and runs no remote code.
+        # The import takes a second, and not every process needs it.
         mapping = import_module("transformers").CONFIG_MAPPING
         parsed = mapping[model_type].from_dict(raw).vision_config
-    except Exception as error:
+    except Exception as error:  # validators raise errors of their own, parsers AttributeError, IndexError …
         raise ModelError(f"config.json: {_first_line(error)}") from None
-    return _vision_config(raw["vision_config"], parsed.rope_parameters["rope_theta"], model_type)
+    return _vision_config(raw["vision_config"], parsed.rope_parameters, model_type)
 
 
-def _vision_config(raw: Mapping[str, Any], rope_theta: float, model_type: str) -> VisionConfig:
+def _vision_config(
+    raw: Mapping[str, Any], rope_parameters: Mapping[str, Any], model_type: str
+) -> VisionConfig:
     source = "config.json: vision_config"
     activation = raw.get("hidden_act")
     if activation != "gelu_pytorch_tanh":
@@ -102,7 +104,7 @@ def _vision_config(raw: Mapping[str, Any], rope_theta: float, model_type: str) -
     names = [name for name in VisionConfig.__dataclass_fields__ if name in _INTEGER_FIELDS]
     config = VisionConfig(
         **{name: _positive_int(raw, name, source) for name in names},
-        rope_theta=float(rope_theta),
+        rope_theta=_positive_number(rope_parameters, "rope_theta", f"{source}.rope_parameters"),
         deepstack_visual_indexes=tuple(raw.get("deepstack_visual_indexes") or ()),
     )
     _check_shape(config, source)
@@ -133,10 +135,10 @@ def _check_shape(config: VisionConfig, source: str) -> None:
 
 
 def read_preprocess_config(folder: Path, vision: VisionConfig) -> PreprocessConfig:
-    """The image processor's configuration, from the first of `PROCESSOR_FILES` that holds one.
+    """Reads the image processor's configuration from the first of `PROCESSOR_FILES` that has one.
 
-    Raises `ModelError` where none does, where a value is missing, where it asks for a step that this service
-    does not take, or where it contradicts the vision configuration.
+    Raises `ModelError` if there is none, if a value is missing, if it needs a step that is not supported, or
+    if it contradicts the vision configuration.
     """
     raw, source = _find_processor(folder)
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
@@ -180,7 +182,7 @@ def _find_processor(folder: Path) -> tuple[dict[str, Any], str]:
 
 
 def _pixel_limits(raw: Mapping[str, Any], source: str) -> tuple[int, int]:
-    """Older files say min_pixels and max_pixels, which win over size, as they do in transformers."""
+    """Returns both limits. As in transformers, the older `min_pixels` and `max_pixels` win over `size`."""
     size = raw.get("size")
     merged = dict(size) if isinstance(size, dict) else {}
     for old, new in (("min_pixels", "shortest_edge"), ("max_pixels", "longest_edge")):
@@ -212,6 +214,13 @@ def _number(raw: Mapping[str, Any], name: str, source: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ModelError(f"{source}.{name} {value!r} is not a number")
     return float(value)
+
+
+def _positive_number(raw: Mapping[str, Any], name: str, source: str) -> float:
+    value = _number(raw, name, source)
+    if value <= 0:
+        raise ModelError(f"{source}.{name} {value!r} is not positive")
+    return value
 
 
 def _channel_values(raw: Mapping[str, Any], name: str, source: str, channels: int) -> tuple[float, ...]:

@@ -1,6 +1,6 @@
 """Seeded random weights: the built-in demo model, and the shapes of real checkpoints for benchmarks.
 
-Neither needs a download. The vectors mean nothing, but they are the same on every start.
+Neither needs a download. The vectors have no meaning, but they are the same on every start.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VISION = VisionConfig(
     rope_theta=10000.0,
     deepstack_visual_indexes=(1, 2),
 )
-# As Qwen3-VL's, but for a lower upper limit: attention is quadratic and this model is for CPUs.
+# As Qwen3-VL's, but with a lower `max_pixels`: attention is quadratic, and this model is for CPUs.
 PREPROCESS = PreprocessConfig(
     patch_size=16,
     temporal_patch_size=2,
@@ -68,11 +68,11 @@ RANDOM_SIZES = {"demo": VISION, "2B": _2B, "8B": _8B}
 
 
 class RandomTensors:
-    """Random tensors of the given shapes; each depends on its name alone."""
+    """Random tensors of the given shapes. Each depends only on its name."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._shapes = shapes
-        self._made: dict[str, torch.Tensor] = {}  # making them takes longer than reading them from a file
+        self._made: dict[str, torch.Tensor] = {}  # kept, because making them takes longer than reading a file
 
     def names(self) -> Sequence[str]:
         return sorted(self._shapes)
@@ -98,12 +98,12 @@ class RandomTensors:
 
 
 def demo_checkpoint() -> Checkpoint:
-    """The demo model."""
+    """Returns the demo model."""
     return Checkpoint(VISION, PREPROCESS, RandomTensors(checkpoint_shapes(VISION)), revision=None)
 
 
 def random_checkpoint(size: str) -> Checkpoint:
-    """Random weights with the shape and limits of a Qwen3-VL checkpoint. `KeyError` for an unknown size."""
+    """Returns random weights in the shape of a Qwen3-VL checkpoint. `KeyError` for an unknown size."""
     vision = RANDOM_SIZES[size]
     limits = replace(PREPROCESS, max_pixels=16777216)
     return Checkpoint(vision, limits, RandomTensors(checkpoint_shapes(vision)), revision=None)

@@ -1,4 +1,4 @@
-"""Which devices there are, by the names that settings and metrics use."""
+"""Finds devices by the names that settings and metrics use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from models.errors import ModelError
 
 
 def find_device(device: str | torch.device) -> torch.device:
-    """The device of that name; `auto` is the first GPU, else the CPU. `ModelError` if it is not here."""
+    """Returns the device of that name. `auto` is the first GPU, else the CPU. Raises `ModelError`."""
     if device == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -26,12 +26,12 @@ def find_device(device: str | torch.device) -> torch.device:
 
 
 def replica_devices(device: str, num_replicas: int) -> dict[str, torch.device]:
-    """The device of each replica by the replica's name. Raises `ModelError` where there are too few."""
+    """Returns the device of each replica, by the replica's name. Raises `ModelError` if there are too few."""
     return spread(find_device(device), num_replicas, torch.cuda.device_count())
 
 
 def spread(first: torch.device, num_replicas: int, num_gpus: int) -> dict[str, torch.device]:
-    """One replica on `first`; several on GPUs from 0 on, or all on the CPU, where names number them."""
+    """Returns `first` for one replica, else GPUs from 0 on, or the CPU for all under numbered names."""
     if num_replicas == 1:
         return {str(first): first}
     if first.type == "cpu":

@@ -1,6 +1,6 @@
-"""`VisionEncoder`: a checkpoint on one device, synchronous.
+"""`VisionEncoder`: a checkpoint on one device. Turns patches into embeddings.
 
-Takes patches and, for each image, what to return; knows nothing of requests, queues or threads.
+Knows nothing of requests, queues or threads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from models.devices import find_device
 from models.errors import ModelError
 from models.kernels import select_kernels
 from models.outputs import BatchResult, EncodeItem
-from models.packed import PackedVisionTransformer
 from models.preprocess import Patches, Preprocessor
 from models.qwen3_vl import (
     PATCH_BIAS,
@@ -31,6 +30,7 @@ from models.qwen3_vl import (
     checkpoint_shapes,
     fold_patch_embedding,
 )
+from models.qwen3_vl_adapter import Qwen3VLAdapter
 from models.readback import RunningBatch, select_outputs, warm_up_outputs
 from models.streams import DeviceStream
 from models.weights import Checkpoint, check_tensors, fingerprint, open_checkpoint
@@ -75,7 +75,7 @@ class VisionEncoder:
             with torch.device("meta"):
                 self.model = VisionTransformer(vision, backend.attention, self.kernels)
             _load(self.model, checkpoint, device, self.dtype)
-            packed = PackedVisionTransformer(self.model, checkpoint.preprocess)
+            packed = Qwen3VLAdapter(self.model, checkpoint.preprocess)
             self.graphs = EncoderCudaGraphManager(packed, cuda_graphs, device)
             warm_up_outputs(self.kernels, self.hidden_size, device, self.dtype)
 
@@ -95,9 +95,10 @@ class VisionEncoder:
     ) -> VisionEncoder:
         """Loads `demo`, a local folder or a hub repository.
 
-        `dtype` None: float32 on a CPU; on a GPU float16 for a float16 checkpoint, else bfloat16. The pixel
-        limits replace the checkpoint's. Without `cuda_graphs` all runs eagerly. Raises `ModelError`, in one
-        clear line, for all that cannot be used.
+        If `dtype` is None, it is float32 on a CPU, and on a GPU float16 for a float16 checkpoint, else
+        bfloat16. The pixel limits replace those of the checkpoint. Without `cuda_graphs` every image runs
+        eagerly. Raises `ModelError` with one clear line if the checkpoint, the device or an option cannot be
+        used.
         """
         where = find_device(device)
         started = time.perf_counter()
@@ -122,18 +123,18 @@ class VisionEncoder:
         return encoder
 
     def preprocess(self, rgb: npt.NDArray[np.uint8]) -> Patches:
-        """Patches of a uint8 array [height, width, 3], in pinned memory for a GPU. Raises `AspectRatioError`.
+        """Turns a uint8 array [height, width, 3] into patches, in pinned memory for a GPU.
 
-        `preprocessor` makes the same in ordinary memory.
+        `preprocessor` does the same in ordinary memory. Raises `AspectRatioError`.
         """
         return self.preprocessor(rgb, pin_memory=self.device.type == "cuda")
 
     def encode(self, images: Sequence[Patches]) -> list[torch.Tensor]:
-        """All tokens of each image: [num_tokens, width] on the encoder's device, in its dtype.
+        """Returns all tokens of each image: [num_tokens, width] on the encoder's device, in its dtype.
 
-        Returns before a GPU is done, but not before it has read the patches. Images of a sub-batch share one
-        storage: clone before `torch.save`. Raises `ValueError` for patches that are not of this model, and
-        what the device raises.
+        Returns before a GPU has finished, but after it has read the patches. Images of a sub-batch share one
+        storage: clone before `torch.save`. Raises `ValueError` for patches that do not fit this model, and
+        errors of the device.
         """
         results: dict[int, torch.Tensor] = {}
         storages: list[torch.Tensor] = []
@@ -153,22 +154,22 @@ class VisionEncoder:
     def launch(self, items: Sequence[EncodeItem]) -> RunningBatch:
         """Starts a batch and returns before the device has finished it.
 
-        What `encode` says of patches and errors holds here too.
+        Reads patches and raises errors as `encode` does.
         """
         images = self._checked([item.patches for item in items])
         with torch.inference_mode(), self.stream:
             running = RunningBatch(len(items), self.stream)
 
             def select(indices: Sequence[int], tokens: torch.Tensor) -> None:
-                for part in select_outputs(tokens, indices, items, self.kernels, self.dtype):
-                    running.read_back(part)
+                for group in select_outputs(tokens, indices, items, self.kernels, self.dtype):
+                    running.read_back(group)
 
             counts = self.graphs.run(images, select, running.begin)
             running.launched(counts, num_tokens=sum(image.num_tokens for image in images))
         return running
 
     def run(self, items: Sequence[EncodeItem]) -> BatchResult:
-        """Encodes a batch and brings what was asked for to the host. Raises as `encode` does."""
+        """Encodes a batch and returns the requested outputs on the host. Raises the errors of `encode`."""
         return self.launch(items).wait()
 
     def check_device(self) -> None:
@@ -190,12 +191,12 @@ class VisionEncoder:
 
 
 def _padded(config: VisionConfig) -> VisionConfig:
-    """The MLP widened to whole cache lines, which products run faster on; the new columns are zeros."""
+    """Widens the MLP to whole cache lines, because products run faster then. The new columns are zeros."""
     return replace(config, intermediate_size=-(-config.intermediate_size // 64) * 64)
 
 
 def _load(model: VisionTransformer, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
-    """Fills the model one tensor at a time, so that little more than the weights themselves is ever held."""
+    """Fills the model one tensor at a time, so that the peak of memory is little more than the weights."""
     get = checkpoint.tensors.get
     preprocess = checkpoint.preprocess
     folded_weight, folded_bias = fold_patch_embedding(

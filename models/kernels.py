@@ -1,8 +1,8 @@
-"""The steps of the forward pass that are worth a kernel of their own, each in two forms.
+"""Steps of the forward pass that deserve a kernel of their own, each in two forms.
 
-`PlainKernels` are a few lines of torch and run anywhere; `FusedKernels` are Triton and cuBLAS epilogues for
-CUDA in half precision. Both compute the same function, and the tests hold them together. Knows nothing of the
-order in which the model takes the steps.
+`PlainKernels` are a few lines of torch and run anywhere. `FusedKernels` are Triton kernels and cuBLAS
+epilogues for CUDA in half precision. Both compute the same functions, and tests compare them. Knows nothing
+of the order of the steps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import nn
 from models.positions import interpolated_position_embedding, patch_coordinates, rotary_embedding
 
 _TRITON = importlib.util.find_spec("triton")
-HAS_TRITON = _TRITON is not None and _TRITON.origin is not None  # not just any folder of that name
+HAS_TRITON = _TRITON is not None and _TRITON.origin is not None  # a folder of that name has none
 if HAS_TRITON:
     import triton
 
@@ -30,7 +30,7 @@ PIXEL_CENTER = 127.5  # patches travel as uint8; value - center is exact in bflo
 
 @dataclass(frozen=True, eq=False)
 class Positions:
-    """Where the packed patches stand, for the blocks."""
+    """The positions of packed patches, for the blocks."""
 
     cu_seqlens: torch.Tensor  # int32 [images + 1]
     cos: torch.Tensor  # float32 [n, head_dim / 2]
@@ -38,17 +38,17 @@ class Positions:
 
     @property
     def num_rows(self) -> torch.Tensor:
-        """int32 [1]: the rows that belong to an image; what lies behind them is padding."""
+        """int32 [1]: the number of rows that belong to an image. Later rows are padding."""
         return self.cu_seqlens[-1:]
 
 
 class Kernels(Protocol):
-    """A trailing underscore says that the first argument is changed in place."""
+    """A trailing underscore means that the first argument is changed in place."""
 
-    defers_biases: bool  # `add_linear_` leaves the bias out, and `norm` adds those left out so far
+    defers_biases: bool  # `add_linear_` omits the bias, and `norm` adds the omitted biases
 
     def center_pixels(self, pixels: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """uint8 pixels, centered, in that dtype."""
+        """Returns uint8 pixels, centered and in that dtype."""
         ...
 
     def add_positions_(
@@ -59,29 +59,29 @@ class Kernels(Protocol):
         frequencies: torch.Tensor,
         merge_size: int,
     ) -> Positions:
-        """Adds the interpolated position embedding to x [n, hidden]; returns what the blocks need."""
+        """Adds the interpolated position embedding to x [n, hidden]; returns the positions."""
         ...
 
     def norm(
         self, x: torch.Tensor, pending: torch.Tensor, norm: nn.LayerNorm, num_rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """LayerNorm of x [n, columns] plus the pending biases; rows from `num_rows` on become zeros."""
+        """Returns LayerNorm of x [n, columns] plus the pending biases. Rows from `num_rows` on are zeros."""
         ...
 
     def rotate_(self, qkv: torch.Tensor, positions: Positions) -> None:
-        """Rotary embedding of q and k inside [n, 3, heads, head_dim]."""
+        """Applies the rotary embedding to q and k in [n, 3, heads, head_dim]."""
         ...
 
     def linear_gelu(self, x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
-        """tanh GELU of the linear layer."""
+        """Returns tanh GELU of the linear layer."""
         ...
 
     def add_linear_(self, x: torch.Tensor, y: torch.Tensor, linear: nn.Linear) -> None:
-        """Adds the linear layer of y to x, but for its bias where biases are deferred."""
+        """Adds the linear layer of y to x, without its bias if biases are deferred."""
         ...
 
     def mean_rows(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """float32 mean of each image's rows of x [tokens, columns]; `ends` is int32 [images + 1], from 0."""
+        """Returns each image's float32 mean of x [tokens, columns]. `ends` is int32 [images + 1], from 0."""
         ...
 
 
@@ -130,7 +130,7 @@ class PlainKernels:
 
 
 class FusedKernels:
-    """Triton kernels, a program for each row in most, and cuBLAS epilogues."""
+    """Triton kernels, most with one program for each row, and cuBLAS epilogues."""
 
     defers_biases = True
 
@@ -196,7 +196,7 @@ class FusedKernels:
 
 
 def select_kernels(device: torch.device, dtype: torch.dtype, *, fused: bool = True) -> Kernels:
-    """Fused kernels where they are wanted and can run, else plain ones."""
+    """Returns fused kernels if they are wanted and can run, else plain kernels."""
     half = dtype in (torch.bfloat16, torch.float16)
     if fused and half and device.type == "cuda" and HAS_TRITON:
         return FusedKernels()

@@ -1,4 +1,4 @@
-"""What a caller asks of the encoder for each image, and what comes back."""
+"""The output that a caller requests for each image, and the results of a batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from models.preprocess import Patches
 
 @dataclass(frozen=True)
 class OutputSpec:
-    """What to return for one image. All of it happens on the encoder's device."""
+    """The output for one image. It is computed on the encoder's device."""
 
     pooled: bool = False  # one vector, the float32 mean of the main columns; else all tokens
     normalize: bool = False  # divide by the L2 norm; with `pooled` only
@@ -26,7 +26,7 @@ class OutputSpec:
 
 @dataclass(frozen=True, eq=False)
 class EncodeItem:
-    """One image and what to return for it."""
+    """One image and the output requested for it."""
 
     patches: Patches
     output: OutputSpec
@@ -34,7 +34,7 @@ class EncodeItem:
 
 @dataclass(frozen=True)
 class BatchStats:
-    """What one batch cost on one device, for the metrics."""
+    """Statistics of one batch on one device, for the metrics."""
 
     device: str
     num_images: int
@@ -42,15 +42,15 @@ class BatchStats:
     hits: int  # images run by graph replay
     misses: Mapping[str, int]  # images run eagerly, by reason: oversize, disabled, error
     replays: Mapping[int, int]  # by token budget
-    padding_tokens: int  # computed for nothing
+    padding_tokens: int  # computed and not used
     busy_s: float  # time the device worked, in seconds
 
 
 @dataclass(frozen=True, eq=False)
 class BatchResult:
-    """The embeddings of one batch, in its order, on the host."""
+    """The embeddings of one batch, in its order and on the host."""
 
     embeddings: tuple[torch.Tensor, ...]  # [hidden] if pooled, else [tokens, width] in its own storage
-    stats: tuple[BatchStats, ...]  # one of each device that took part
-    started_at: float  # time.perf_counter() when the device thread took the batch up
+    stats: tuple[BatchStats, ...]  # one for each device that ran images
+    started_at: float  # time.perf_counter() when the launch began
     finished_at: float  # time.perf_counter() when the results were on the host

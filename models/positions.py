@@ -1,8 +1,8 @@
-"""Grids → where each patch stands, on the device, without Python work for each patch.
+"""Computes the position of each patch from the grids, on the device.
 
-Everything here is arithmetic over a small integer tensor of grids, with shapes known from the host alone,
-so a CUDA graph can capture it and replay it for other grids. Rows behind the last real patch get finite
-values that mean nothing.
+Everything here is arithmetic over a small integer tensor of grids. The host knows all shapes without reading
+it, so a CUDA graph can be replayed for other grids. Rows after the last real patch get finite values without
+a meaning.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True, eq=False)
 class Coordinates:
-    """Where each of n packed patches stands in its image."""
+    """The position of each of n packed patches in its image."""
 
     row: torch.Tensor  # int64 [n]
     column: torch.Tensor  # int64 [n]
@@ -25,10 +25,10 @@ class Coordinates:
 
 
 def patch_coordinates(grids: torch.Tensor, num_patches: int, merge_size: int) -> Coordinates:
-    """Coordinates of `num_patches` patches in merge-block order.
+    """Returns the coordinates of `num_patches` patches in merge-block order.
 
     `grids` is an integer tensor [images, 2] of heights and widths in patches, multiples of `merge_size`; an
-    unused slot is 0 × 0. The order is that of the reference: blocks row by row, inside a block row by row.
+    unused slot is 0 × 0. The order is that of the reference: blocks row by row, and in a block row by row.
     """
     sizes = grids.long()
     ends = sizes.prod(dim=1).cumsum(0)  # [images]
@@ -46,7 +46,7 @@ def patch_coordinates(grids: torch.Tensor, num_patches: int, merge_size: int) ->
 
 
 def interpolated_position_embedding(table: torch.Tensor, coordinates: Coordinates) -> torch.Tensor:
-    """The learned square table [side², hidden], stretched over each image's grid: float32 [n, hidden].
+    """Stretches the learned square table [side², hidden] over each image's grid. Returns float32 [n, hidden].
 
     Bilinear with aligned corners. Source: `Qwen3VLVisionModel` in transformers.
     """
@@ -67,7 +67,7 @@ def interpolated_position_embedding(table: torch.Tensor, coordinates: Coordinate
 def _axis_taps(
     index: torch.Tensor, size: torch.Tensor, side: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The two neighbours in the table along one axis, and the weight of the second."""
+    """Returns both neighbours in the table along one axis, and the weight of the second."""
     place = index.float() * (side - 1) / (size - 1).clamp(min=1)
     lower = place.floor()
     first = lower.long().clamp(max=side - 1)
@@ -77,7 +77,7 @@ def _axis_taps(
 def rotary_embedding(
     coordinates: Coordinates, inverse_frequencies: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine, float32 [n, head_dim / 2] each: first half of the columns by row, second by column.
+    """Returns cosine and sine, float32 [n, head_dim / 2] each. The first half of the columns is by row.
 
     `inverse_frequencies` is float32 [head_dim / 4].
     """
@@ -87,6 +87,6 @@ def rotary_embedding(
 
 
 def rotary_inverse_frequencies(head_dim: int, theta: float) -> torch.Tensor:
-    """Inverse frequencies of the rotary embedding of one axis, float32 [head_dim / 4], on the CPU."""
+    """Returns inverse frequencies of one axis's rotary embedding, float32 [head_dim / 4], on the CPU."""
     half = head_dim // 2
     return 1.0 / (theta ** (torch.arange(0, half, 2, dtype=torch.float32, device="cpu") / half))

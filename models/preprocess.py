@@ -1,6 +1,6 @@
-"""RGB array → patches, as the checkpoint's own image processor makes them.
+"""Turns an RGB array into patches, as the checkpoint's own image processor does.
 
-Knows sizes, limits and the order of patches; knows nothing of files, formats or devices.
+Knows sizes, limits and the order of patches. Knows nothing of files, formats or devices.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ MAX_ASPECT_RATIO = 200
 
 
 class AspectRatioError(ValueError):
-    """The longer side is more than 200 times the shorter one; the model was never shown such images."""
+    """The longer side is more than 200 times the shorter one. The model was not trained on such images."""
 
 
 @dataclass(frozen=True)
 class PreprocessConfig:
-    """What the checkpoint says about its images. Sizes in pixels, limits in pixels of the resized image."""
+    """The checkpoint's preprocessing. Sizes in pixels, limits in pixels of the resized image."""
 
     patch_size: int
     temporal_patch_size: int
@@ -35,7 +35,7 @@ class PreprocessConfig:
 
     @property
     def factor(self) -> int:
-        """Sides of a resized image are multiples of this many pixels."""
+        """The sides of a resized image are multiples of this number of pixels."""
         return self.patch_size * self.merge_size
 
 
@@ -81,7 +81,7 @@ class Preprocessor:
         self.config = config
 
     def grid_thw(self, height: int, width: int) -> tuple[int, int, int]:
-        """Grid, in patches, of an image of that size in pixels. Raises `AspectRatioError`."""
+        """Returns the grid, in patches, of an image with that size in pixels. Raises `AspectRatioError`."""
         config = self.config
         new_height, new_width = smart_resize(
             height, width, factor=config.factor, min_pixels=config.min_pixels, max_pixels=config.max_pixels
@@ -89,16 +89,16 @@ class Preprocessor:
         return 1, new_height // config.patch_size, new_width // config.patch_size
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Output tokens of an image of that size in pixels. Raises `AspectRatioError`."""
+        """Returns the output tokens of an image with that size in pixels. Raises `AspectRatioError`."""
         t, h, w = self.grid_thw(height, width)
         return t * h * w // self.config.merge_size**2
 
     @property
     def max_num_tokens(self) -> int:
-        """No image has more output tokens.
+        """An upper bound on the output tokens of an image.
 
-        The pixel limits bound them for most images only: a thin one keeps a row of tokens however small
-        `max_pixels` is, and one that grows to `min_pixels` has both sides rounded up.
+        `max_pixels` alone is no bound: a thin image keeps a row of tokens, however small `max_pixels` is, and
+        both sides of an image that grows to `min_pixels` are rounded up.
         """
         smallest, largest = (
             x / self.config.factor**2 for x in (self.config.min_pixels, self.config.max_pixels)
@@ -107,9 +107,9 @@ class Preprocessor:
         return math.floor(max(largest, math.sqrt(largest * MAX_ASPECT_RATIO), grown))
 
     def __call__(self, rgb: npt.NDArray[np.uint8], *, pin_memory: bool = False) -> Patches:
-        """Resizes and cuts a uint8 array [height, width, 3]. Raises `AspectRatioError`.
+        """Resizes a uint8 array [height, width, 3] and cuts it into patches. Raises `AspectRatioError`.
 
-        Pinned memory, where there is a GPU, is copied to it while the host goes on.
+        A GPU copies patches from pinned memory while the host continues.
         """
         if rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3 or rgb.size == 0:
             raise ValueError(f"an image is a uint8 array [height, width, 3], not {rgb.dtype} {rgb.shape}")
@@ -134,11 +134,11 @@ def _host_memory(shape: tuple[int, int], pin_memory: bool) -> torch.Tensor:
 
 
 def _resize(rgb: npt.NDArray[np.uint8], height: int, width: int) -> npt.NDArray[np.uint8]:
-    """Bicubic with antialiasing on uint8: the kernel behind torchvision's resize, which is the reference."""
+    """Bicubic with antialiasing on uint8: the kernel of torchvision's resize, which is the reference."""
     if rgb.shape[:2] == (height, width):
         return rgb
-    rgb = np.require(rgb, requirements="W")  # torch warns of arrays that it must not write to
-    # Axes are turned by numpy: every call of torch lets go of the interpreter lock and has to get it back.
+    rgb = np.require(rgb, requirements="W")  # torch warns about read-only arrays
+    # numpy transposes: every call of torch releases the interpreter lock and has to acquire it again.
     image = torch.from_numpy(rgb.transpose(2, 0, 1)[None])  # [1, 3, H, W], memory stays channels-last
     resized = F.interpolate(image, size=(height, width), mode="bicubic", antialias=True)
     pixels: npt.NDArray[np.uint8] = resized.numpy()[0].transpose(1, 2, 0)

@@ -1,6 +1,6 @@
 """The vision transformer of Qwen3-VL and Qwen3.5, read from top to bottom.
 
-Images are packed: their patches stand one behind the other in one matrix, and attention keeps them apart.
+Images are packed: their patches follow one another in one matrix, and attention keeps the images apart.
 Parameters are named as in the checkpoint. The reference is `Qwen3VLVisionModel` in transformers.
 """
 
@@ -22,7 +22,7 @@ NORM_EPS = 1e-6
 
 
 class PatchEmbed(nn.Module):
-    """uint8 patches [n, patch_dim] → [n, hidden], by weights that `fold_patch_embedding` made."""
+    """uint8 patches [n, patch_dim] → [n, hidden], with the weights that `fold_patch_embedding` returns."""
 
     def __init__(self, config: VisionConfig, kernels: Kernels) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class PatchEmbed(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention within each image, with rotary positions; the projection is left to the block."""
+    """Attention within each image, with rotary positions. The block applies the projection."""
 
     def __init__(self, config: VisionConfig, attention: Attention, kernels: Kernels) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class SelfAttention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """The two layers; the block puts them together."""
+    """The two layers. The block applies them."""
 
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """One transformer block, in place: attention, then MLP, each behind a norm and added to what came in."""
+    """One transformer block, in place: x += attention(norm(x)), then x += MLP(norm(x))."""
 
     def __init__(self, config: VisionConfig, attention: Attention, kernels: Kernels) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Block(nn.Module):
         self, x: torch.Tensor, positions: Positions, max_length: int, num_rows: torch.Tensor | None
     ) -> None:
         kernels = self.kernels
-        # What lies behind the images must be finite here: attention reads it, and zero times NaN is NaN.
+        # Rows after the images must be finite here: attention reads them, and zero times NaN is NaN.
         attended = self.attn(kernels.norm(x, self.pending1, self.norm1, num_rows), positions, max_length)
         kernels.add_linear_(x, attended, self.attn.proj)
         inner = kernels.linear_gelu(kernels.norm(x, self.pending2, self.norm2), self.mlp.linear_fc1)
@@ -117,14 +117,14 @@ def _no_biases(size: int) -> nn.Buffer:
 
 
 class VisionTransformer(nn.Module):
-    """Patches of packed images → tokens, main and deepstack levels side by side."""
+    """Turns patches of packed images into tokens of the main and the deepstack levels."""
 
     def __init__(self, config: VisionConfig, attention: Attention, kernels: Kernels) -> None:
         super().__init__()
         self.config = config
         self.kernels = kernels
         self.patch_embed = PatchEmbed(config, kernels)
-        # Zeros, not random as nn.Embedding makes it: for that torch imports its compiler, in a second.
+        # Zeros instead of nn.Embedding's random values, for which torch imports its compiler in a second.
         self.pos_embed = nn.Embedding.from_pretrained(
             torch.zeros(config.num_position_embeddings, config.hidden_size)
         )
@@ -142,7 +142,7 @@ class VisionTransformer(nn.Module):
         """Writes the tokens of packed images into `out` [1 + deepstack levels, n / merge², out_hidden].
 
         `pixels` is uint8 [n, patch_dim]; `grids` int32 [images, 2], unused slots 0 × 0; no image has more
-        than `max_length` patches. `padded`: there may be rows behind those of the images.
+        than `max_length` patches. If `padded`, there may be rows after those of the images.
         """
         x = self.patch_embed(pixels)  # [n, hidden]
         positions = self.kernels.add_positions_(
@@ -157,7 +157,7 @@ class VisionTransformer(nn.Module):
         self.merger(x, out[0])
 
     def defer_biases(self) -> None:
-        """For kernels that leave biases out of sums: tells each norm which constants x lacks by then."""
+        """Gives each norm the sum of the biases that x lacks there. For kernels that omit biases."""
         pending = torch.zeros(self.config.hidden_size, device=self.pos_embed.weight.device)
         after: dict[int, torch.Tensor] = {}
         for index, block in enumerate(cast(Iterable[Block], self.blocks)):
@@ -176,7 +176,7 @@ PATCH_WEIGHT, PATCH_BIAS = "patch_embed.proj.weight", "patch_embed.proj.bias"
 
 
 def checkpoint_shapes(config: VisionConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors that a checkpoint of that shape holds: the model's own, but for the patch embedding."""
+    """Returns the tensor shapes in a checkpoint: those of the model, except for the patch embedding."""
     with torch.device("meta"):
         model = VisionTransformer(config, reference_attention, PlainKernels())
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -192,12 +192,12 @@ def fold_patch_embedding(
     std: tuple[float, ...],
     rescale_factor: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The checkpoint's patch embedding, rewritten to take centered pixels of a still image.
+    """Rewrites the checkpoint's patch embedding for centered pixels of a still image.
 
-    The reference computes `weight · ((pixel · rescale - mean) / std) + bias` over repeated frames. A still's
-    frames are equal, so the weights of the frames are summed; scale and mean go into weight and bias. Takes
-    weight [hidden, channels, frames, patch, patch] and bias [hidden]; returns float64 [hidden, patch_dim]
-    and [hidden], for pixels from which `PIXEL_CENTER` was taken.
+    The reference computes `weight · ((pixel · rescale - mean) / std) + bias` over repeated frames. The frames
+    of a still image are equal, so the weights of the frames are added up. Scale and mean become part of
+    weight and bias. Takes weight [hidden, channels, frames, patch, patch] and bias [hidden]. Returns float64
+    [hidden, patch_dim] and [hidden], for pixels minus `PIXEL_CENTER`.
     """
     means, stds = (torch.tensor(x, dtype=torch.float64)[:, None, None] for x in (mean, std))
     still = weight.double().sum(dim=2)  # [hidden, channels, patch, patch]

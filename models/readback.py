@@ -1,7 +1,8 @@
-"""Tokens on the device → what each caller asked for, on the host.
+"""Turns tokens on the device into the output that is requested for each image, on the host.
 
-Pooling, columns and dtype are done on the device, for all images of a sub-batch that ask for the same at
-once. On CUDA results come through pinned memory on a stream of their own, beside the work of the next batch.
+Pooling, choice of columns and conversion run on the device, at once for all images of a sub-batch with the
+same `OutputSpec`. On CUDA, results are copied into pinned memory on a separate stream, while the next batch
+runs.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from models.streams import DeviceStream, Mark
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
-    """Results of some images of a batch, packed in one tensor."""
+class OutputGroup:
+    """Results of the images of a sub-batch with the same `OutputSpec`, packed in one tensor."""
 
     indices: tuple[int, ...]  # places in the batch
-    rows: torch.Tensor  # [sum(lengths), columns], no view of a graph's buffers
+    rows: torch.Tensor  # [sum(lengths), columns], not a view of a graph's buffers
     lengths: tuple[int, ...] | None  # rows of each image; None: pooled, one vector each
 
 
@@ -36,8 +37,8 @@ def select_outputs(
     items: Sequence[EncodeItem],
     kernels: Kernels,
     dtype: torch.dtype,
-) -> Iterator[Part]:
-    """What the images at `indices`, whose tokens [levels, tokens, hidden] stand in that order, ask for."""
+) -> Iterator[OutputGroup]:
+    """Yields the outputs of the images at `indices`. `tokens` [levels, tokens, hidden] is in that order."""
     lengths = [items[index].patches.num_tokens for index in indices]
     ends = [0, *accumulate(lengths)]
     places: dict[OutputSpec, list[int]] = defaultdict(list)
@@ -54,18 +55,18 @@ def select_outputs(
             else:
                 vectors = means
             vectors = F.normalize(vectors, dim=1) if output.normalize else vectors
-            yield Part(chosen, vectors.to(output.dtype or dtype), None)
+            yield OutputGroup(chosen, vectors.to(output.dtype or dtype), None)
         else:
             levels = tokens if output.deepstack else tokens[:1]
             if len(group) < len(indices):
                 levels = torch.cat([levels[:, ends[place] : ends[place + 1]] for place in group], dim=1)
             rows = torch.cat(tuple(levels), dim=1)  # [tokens, width]
             own = tuple(lengths[place] for place in group)
-            yield Part(chosen, rows.to(output.dtype or dtype), own)
+            yield OutputGroup(chosen, rows.to(output.dtype or dtype), own)
 
 
 def warm_up_outputs(kernels: Kernels, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
-    """Compiles at the start the one kernel of `select_outputs` that is not torch's own."""
+    """Compiles the only kernel of `select_outputs` that does not come with torch. Called at start."""
     kernels.mean_rows(torch.zeros(1, hidden_size, dtype=dtype, device=device), _to_device([0, 1], device))
 
 
@@ -74,44 +75,44 @@ def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
     return on_host.to(device, non_blocking=True)
 
 
-def _copies(part: Part) -> tuple[torch.Tensor, ...]:
-    """Out of pinned memory, which the device needs again, and ordinary tensors on every device.
+def _copies(group: OutputGroup) -> tuple[torch.Tensor, ...]:
+    """Copies results out of pinned memory, which the device reuses.
 
-    Tokens get a storage for each image, so that one answer does not keep the memory of all; vectors, which
-    are small, share theirs.
+    Each image's tokens get their own storage, so that one result does not keep the memory of all others.
+    Vectors are small and share a storage.
     """
-    if part.lengths is None:
-        return part.rows.clone().unbind(0)
-    return tuple(rows.clone() for rows in part.rows.split(part.lengths))
+    if group.lengths is None:
+        return group.rows.clone().unbind(0)
+    return tuple(rows.clone() for rows in group.rows.split(group.lengths))
 
 
 class RunningBatch:
-    """A batch that was launched. One thread launches it, the same or another waits for it."""
+    """A batch that was launched. Any thread may wait for it."""
 
     def __init__(self, num_images: int, stream: DeviceStream) -> None:
         self._num_images = num_images
         self._stream = stream
-        self._parts: list[Part] = []
+        self._groups: list[OutputGroup] = []
         self._started_at = time.perf_counter()
         self._started: Mark | None = None
 
     def begin(self) -> None:
-        """The device's work begins here, unless it has begun."""
+        """Marks the begin of the device's work, if it is not marked yet."""
         if self._started is None:
             self._started = Mark(self._stream.cuda)
 
-    def read_back(self, part: Part) -> None:
-        """Takes results over, before the next replay overwrites what they came from."""
+    def read_back(self, group: OutputGroup) -> None:
+        """Starts the copy of results to the host. Call it before the next replay overwrites the tokens."""
         compute, download = self._stream.cuda, self._stream.download
         if compute is None or download is None:
-            self._parts.append(part)
+            self._groups.append(group)
             return
         download.wait_stream(compute)
         with torch.cuda.stream(download):
-            pinned = torch.empty(part.rows.shape, dtype=part.rows.dtype, pin_memory=True)
-            pinned.copy_(part.rows, non_blocking=True)
-            part.rows.record_stream(download)
-        self._parts.append(Part(part.indices, pinned, part.lengths))
+            pinned = torch.empty(group.rows.shape, dtype=group.rows.dtype, pin_memory=True)
+            pinned.copy_(group.rows, non_blocking=True)
+            group.rows.record_stream(download)
+        self._groups.append(OutputGroup(group.indices, pinned, group.lengths))
 
     def launched(self, counts: EncoderCounts, *, num_tokens: int) -> None:
         """Ends the launching: nothing is read back any more."""
@@ -126,16 +127,16 @@ class RunningBatch:
         return self.collect()
 
     def wait_for_device(self) -> None:
-        """Returns once the device has finished. Raises what went wrong on it."""
+        """Returns once the device has finished. Raises errors of the device."""
         self._computed.wait()
         self._downloaded.wait()
 
     def collect(self) -> BatchResult:
-        """The results, after `wait_for_device`."""
+        """Returns the results. Called after `wait_for_device`."""
         embeddings: dict[int, torch.Tensor] = {}
-        for part in self._parts:
-            embeddings.update(zip(part.indices, _copies(part), strict=True))
-        self._parts.clear()
+        for group in self._groups:
+            embeddings.update(zip(group.indices, _copies(group), strict=True))
+        self._groups.clear()
         return BatchResult(
             tuple(embeddings[index] for index in range(self._num_images)),
             (self._stats(),),

@@ -1,8 +1,8 @@
-"""Where the model writes a batch, and how it gets from there into a graph's live input buffers.
+"""The memory that the model writes a batch into, and the copy from there into a graph's live input buffers.
 
-On CUDA rows are written into device memory, on a stream of their own and in two slots, so that one sub-batch
-is uploaded while the replay of another runs; they have no copy on the host. Elsewhere the live buffers are
-written directly. Knows nothing of what is in a batch.
+On CUDA, rows are written straight into device memory, on a separate stream and into one of two slots. So one
+sub-batch is uploaded while the replay of another runs. On other devices the live buffers are written
+directly. Knows nothing of the content of a batch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from models.protocol import EncoderCudaGraphConfig, ReplayBuffers
+from models.cudagraph_protocol import EncoderCudaGraphConfig, ReplayBuffers
 
 Metadata = Mapping[str, torch.Tensor]
 Fill = Callable[[ReplayBuffers], None]
@@ -31,12 +31,12 @@ class Buffers:
     def allocate(
         cls, config: EncoderCudaGraphConfig, num_rows: int, num_images: int, device: torch.device
     ) -> Buffers:
-        """Zeroed buffers."""
+        """Allocates zeroed buffers."""
         rows = torch.zeros((num_rows, *config.input_shape), dtype=config.input_dtype, device=device)
         return cls(rows, _metadata(config, num_images, device))
 
     def head(self, num_rows: int, num_images: int) -> Buffers:
-        """Views of the first rows and slots."""
+        """Returns views of the first rows and slots."""
         return Buffers(self.input[:num_rows], {name: x[:num_images] for name, x in self.metadata.items()})
 
     def copy_(self, source: Buffers) -> None:
@@ -63,26 +63,26 @@ def _write(fill: Fill, rows: torch.Tensor, metadata: Metadata) -> None:
 
 class Staging(Protocol):
     def load(self, live: Buffers, num_rows: int, fill: Fill) -> None:
-        """Brings what `fill` writes into the first rows of the live buffers, on the current stream."""
+        """Calls `fill` and brings the rows into the first rows of the live buffers, on the current stream."""
         ...
 
     def wait(self) -> None:
-        """Returns once all that was loaded has been read, and may be changed again."""
+        """Returns once all loaded images have been read and may be changed."""
         ...
 
 
 class DirectStaging:
-    """For devices whose memory the host writes."""
+    """For devices whose memory the host can write."""
 
     def load(self, live: Buffers, num_rows: int, fill: Fill) -> None:
         _write(fill, live.input[:num_rows], live.metadata)
 
     def wait(self) -> None:
-        """It has been read already."""
+        """Does nothing: `load` has read the images."""
 
 
 class CudaStaging:
-    """Live buffers are written on the stream that replays, so that no running replay is raced."""
+    """For CUDA. Live buffers are written on the stream of the replays, so never during a replay."""
 
     def __init__(
         self, config: EncoderCudaGraphConfig, num_rows: int, num_images: int, device: torch.device
@@ -91,12 +91,12 @@ class CudaStaging:
         self._slots = cycle(
             [(_Slot(config, num_rows, num_images, device), torch.cuda.Event(blocking=True)) for _ in range(2)]
         )
-        self._uploads.stream.wait_stream(torch.cuda.current_stream(device))  # which zeroes the slots
+        self._uploads.stream.wait_stream(torch.cuda.current_stream(device))  # it zeroes the slots
 
     def load(self, live: Buffers, num_rows: int, fill: Fill) -> None:
         slot, consumed = next(self._slots)
-        # The host waits, asleep, and not the upload stream: a copy from memory that is not pinned would wait
-        # for that stream and burn a core meanwhile.
+        # The host waits, asleep. If the upload stream waited instead, a copy from memory that is not pinned
+        # would wait for that stream and keep a core busy.
         consumed.synchronize()
         compute = torch.cuda.current_stream()
         with torch.cuda.stream(self._uploads.stream):
@@ -110,7 +110,7 @@ class CudaStaging:
 
 
 class Uploader:
-    """Brings batches into device memory of their exact size, for eager runs."""
+    """Brings a batch into device memory of its exact size, for eager runs."""
 
     def __init__(self, config: EncoderCudaGraphConfig, device: torch.device) -> None:
         self._config = config
@@ -118,7 +118,10 @@ class Uploader:
         self._uploads = _Uploads(device) if device.type == "cuda" else None
 
     def upload(self, num_rows: int, num_images: int, fill: Fill) -> Buffers:
-        """What `fill` writes, for the current stream. On CUDA the copies do not wait for that stream."""
+        """Returns the buffers that `fill` wrote, for use on the current stream.
+
+        On CUDA the copies do not wait for the work on that stream.
+        """
         if self._uploads is None:
             buffers = Buffers.allocate(self._config, num_rows, num_images, self._device)
             _write(fill, buffers.input, buffers.metadata)
@@ -132,13 +135,13 @@ class Uploader:
         return written
 
     def wait(self) -> None:
-        """Returns once what was uploaded has been read, and may be changed again."""
+        """Returns once all uploaded images have been read and may be changed."""
         if self._uploads is not None:
             self._uploads.wait()
 
 
 class _Uploads:
-    """A stream for them, and the wait for its end, asleep."""
+    """A stream for uploads. `wait` lets the host sleep until they are done."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -150,21 +153,21 @@ class _Uploads:
 
 
 class _Slot:
-    """Room for a batch on a GPU: rows are written where they stay, metadata on the host first."""
+    """Memory for a batch on a GPU. Rows are written on the device, metadata on the host first."""
 
     def __init__(
         self, config: EncoderCudaGraphConfig, num_rows: int, num_images: int, device: torch.device
     ) -> None:
-        self._device = Buffers.allocate(config, num_rows, num_images, device)
-        self._host = _metadata(config, num_images, torch.device("cpu"), pinned=True)
+        self._device_buffers = Buffers.allocate(config, num_rows, num_images, device)
+        self._host_metadata = _metadata(config, num_images, torch.device("cpu"), pinned=True)
 
     def write(self, fill: Fill, num_rows: int) -> Buffers:
-        """Views of what was written, on the current stream.
+        """Returns views of the buffers that `fill` wrote, for use on the current stream.
 
-        Metadata is uploaded last, so that none is on its way if `fill` fails.
+        Metadata is uploaded last, so that no upload is running if `fill` fails.
         """
-        written = Buffers(self._device.input[:num_rows], self._device.metadata)
-        _write(fill, written.input, self._host)
+        written = Buffers(self._device_buffers.input[:num_rows], self._device_buffers.metadata)
+        _write(fill, written.input, self._host_metadata)
         for name, array in written.metadata.items():
-            array.copy_(self._host[name], non_blocking=True)
+            array.copy_(self._host_metadata[name], non_blocking=True)
         return written

@@ -1,4 +1,4 @@
-"""The streams that a device's work runs on, and nothing on devices without streams."""
+"""The CUDA streams of a device. On other devices the same classes do nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class DeviceStream:
-    """A CUDA stream for computing, as a context; elsewhere a context that does nothing."""
+    """A context that runs the work inside on a CUDA stream. On other devices it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -36,7 +36,7 @@ class DeviceStream:
             event.query()
 
     def hand_over(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Lets the caller's stream wait for this one, and keeps the tensors' memory while it reads them."""
+        """Makes the caller's stream wait for this one. Keeps the tensors' memory until it has read them."""
         if self.cuda is None:
             return
         caller = torch.cuda.current_stream(self.device)
@@ -46,7 +46,7 @@ class DeviceStream:
 
 
 class Mark:
-    """A point in a stream's work, with the time at which the device reached it."""
+    """A point in the work of a stream. Measures when the device reaches it."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._at = time.perf_counter()
@@ -56,12 +56,12 @@ class Mark:
             self._event.record(stream)
 
     def wait(self) -> None:
-        """Returns once the device has reached the mark. Raises what went wrong on the device."""
+        """Returns once the device has reached the mark. Raises errors of the device."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: Mark) -> float:
-        """By the device's clock. Both marks must have been reached."""
+        """Returns the time since an earlier mark, by the device's clock. Both must have been reached."""
         if self._event is None or earlier._event is None:
             return self._at - earlier._at
         return float(earlier._event.elapsed_time(self._event)) / 1e3

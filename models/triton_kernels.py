@@ -1,6 +1,6 @@
-"""The fused kernels, in Triton. `models.kernels` calls them and says what each is for.
+"""The fused kernels, in Triton. `models.kernels` calls them and explains each.
 
-Knows pointers, strides and masks. Imported only where Triton is installed.
+Knows pointers, strides and masks. Imported only if Triton is installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def layer_norm(
     BLOCK: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """LayerNorm of x + offset, a row a program. Where MASKED, rows from num_rows[0] on become zeros."""
+    """LayerNorm of x + offset, one row a program. If MASKED, rows from num_rows[0] on become zeros."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < COLUMNS
@@ -94,7 +94,7 @@ def add_positions(
     QUARTER: tl.constexpr,
     QUARTER_BLOCK: tl.constexpr,
 ):
-    """x += interpolated position embedding, and the cosine and sine of the rotary angles; a row a program."""
+    """x += interpolated position embedding, and cosine and sine of the rotary angles; one row a program."""
     index = tl.program_id(0)
     slot = tl.arange(0, SLOTS)
     ends = tl.load(cu_seqlens + 1 + slot, mask=slot < num_images, other=2147483647)

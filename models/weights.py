@@ -1,7 +1,7 @@
-"""Weights out of a checkpoint: finding its files, reading the encoder's tensors, and the fingerprint.
+"""Finds the files of a checkpoint, reads the encoder's tensors and computes the fingerprint.
 
-Only safetensors are read, so loading runs no code of the checkpoint. Of a sharded checkpoint only the shards
-that hold the encoder are downloaded and opened. Knows nothing of the forward pass.
+Only safetensors are read, so loading runs no code of the checkpoint. If a checkpoint is sharded, only the
+shards that hold the encoder are downloaded and opened. Knows nothing of the forward pass.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
 
+import httpx
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -34,24 +35,27 @@ logger = logging.getLogger(__name__)
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 PREFIXES = ("model.visual.", "visual.")  # newer and older checkpoints
-FINGERPRINT_VERSION = 1  # raise it when the same checkpoint and image begin to give other vectors
+FINGERPRINT_VERSION = 1  # increase it when a change gives other vectors for the same checkpoint and image
+# Of the file system (a full disk), of the HTTP library, for arguments, and of hf_xet, which transfers large
+# files.
+DOWNLOAD_ERRORS = (OSError, httpx.HTTPError, ValueError, RuntimeError)
 
 
 class Tensors(Protocol):
-    """The encoder's tensors by their names without prefix, as the checkpoint stores them."""
+    """The encoder's tensors, as the checkpoint stores them. Names have no prefix."""
 
     def names(self) -> Sequence[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
     def get(self, name: str) -> torch.Tensor:
-        """On the CPU. Backed by the mapped file where there is one: do not write to it."""
+        """Returns a tensor on the CPU. It may be a view of the mapped file: do not write to it."""
         ...
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What the encoder is built from."""
+    """Everything that the encoder is built from."""
 
     vision: VisionConfig
     preprocess: PreprocessConfig
@@ -60,15 +64,17 @@ class Checkpoint:
 
 
 class Download(Protocol):
-    """Brings the matching files of a hub repository and returns their folder."""
+    """Downloads the matching files of a hub repository."""
 
-    def __call__(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str: ...
+    def __call__(self, repo_id: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        """Returns the folder of the files."""
+        ...
 
 
 def open_checkpoint(
     model: str, revision: str | None = None, download: Download = snapshot_download
 ) -> Checkpoint:
-    """Opens a local folder or a hub repository. Raises `ModelError` for all that can be wrong with either."""
+    """Opens a local folder or a hub repository. Raises `ModelError` if it cannot be served."""
     if Path(model).is_dir():
         return _open_folder(Path(model), revision=None)
     if model.startswith(("/", ".", "~")):
@@ -91,7 +97,7 @@ def _download(download: Download, model: str, revision: str | None, files: list[
         raise ModelError(f"model {model!r} has no revision {revision!r}") from None
     except (RepositoryNotFoundError, HFValidationError):
         raise ModelError(f"model {model!r} is neither a folder nor a repository on the hub") from None
-    except Exception as error:  # the hub client raises those of its HTTP library and of the file system too
+    except DOWNLOAD_ERRORS as error:
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise ModelError(f"model {model!r} could not be downloaded: {reason}") from None
 
@@ -103,7 +109,7 @@ def _open_folder(folder: Path, revision: str | None) -> Checkpoint:
 
 
 def _encoder_shards(folder: Path) -> list[str]:
-    """Names of the files that hold the encoder's tensors."""
+    """Returns the names of the files that hold the encoder's tensors."""
     if not (folder / INDEX_FILE).exists():
         return [SINGLE_FILE]
     weight_map = read_json(folder / INDEX_FILE).get("weight_map")
@@ -111,12 +117,10 @@ def _encoder_shards(folder: Path) -> list[str]:
         raise ModelError(f"{INDEX_FILE} has no weight_map")
     shards = sorted({str(file) for name, file in weight_map.items() if name.startswith(PREFIXES)})
     if not shards:
-        raise ModelError(
-            f"{INDEX_FILE} names no tensor under {' or '.join(PREFIXES)}: no vision encoder there"
-        )
+        raise ModelError(f"{INDEX_FILE} has no vision encoder: no tensor starts with {' or '.join(PREFIXES)}")
     for shard in shards:
         if Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise ModelError(f"{INDEX_FILE} names {shard!r}, which is not a safetensors file beside it")
+            raise ModelError(f"{INDEX_FILE} names {shard!r}, which is not a safetensors file in its folder")
     return shards
 
 
@@ -132,10 +136,10 @@ class SafetensorsFiles:
                 if prefix is None:
                     continue
                 if self._handles.setdefault(key.removeprefix(prefix), (handle, key)) != (handle, key):
-                    raise ModelError(f"{file}: tensor {key} stands in the checkpoint twice")
+                    raise ModelError(f"{file}: the checkpoint has tensor {key} twice")
         if not self._handles:
             raise ModelError(
-                f"{', '.join(files)}: no tensor under {' or '.join(PREFIXES)}: no vision encoder there"
+                f"{', '.join(files)}: no vision encoder: no tensor starts with {' or '.join(PREFIXES)}"
             )
 
     def names(self) -> Sequence[str]:
@@ -164,7 +168,7 @@ def _open_file(path: Path) -> safe_open:
 
 
 def check_tensors(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises `ModelError` that names each missing, unexpected or misshapen tensor (the first few of many)."""
+    """Raises `ModelError` with the first missing, unexpected or misshapen tensors, if there are any."""
     found = set(tensors.names())
     problems = [f"missing {name}" for name in sorted(expected.keys() - found)]
     problems += [f"unexpected {name}" for name in sorted(found - expected.keys())]
@@ -179,10 +183,10 @@ def check_tensors(tensors: Tensors, expected: Mapping[str, tuple[int, ...]]) -> 
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """64 hex digits that say which vectors may be compared.
+    """Returns 64 hex digits. Vectors may be compared if their fingerprints are equal.
 
-    SHA-256 over the stored weights, the vision configuration and the preprocessing with its limits; not over
-    file names, shards, prefixes, devices, backends or the dtype that is computed in.
+    SHA-256 over the stored weights, the vision configuration and the preprocessing with its limits. File
+    names, shards, prefixes, devices, backends and the dtype of the computation do not change it.
     """
     shape = {"vision": asdict(checkpoint.vision), "preprocess": asdict(checkpoint.preprocess)}
     digest = hashlib.sha256(json.dumps([FINGERPRINT_VERSION, shape], sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""The vision model of the 8B checkpoint with random weights, and a checkpoint that holds them."""
+"""The vision model of the 8B checkpoint with random weights, and a checkpoint with the same weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CONFIG_8B = VisionConfig(
 
 
 class StateDictTensors:
-    """A module's own tensors, as a checkpoint would hold them."""
+    """The tensors of a module in the form of a checkpoint."""
 
     def __init__(self, module: nn.Module) -> None:
         state: dict[str, torch.Tensor] = module.state_dict()
@@ -42,7 +42,7 @@ class StateDictTensors:
 
 
 def with_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Converts the parameters and leaves buffers (rotary frequencies) in float32, as loading does."""
+    """Converts the parameters. Buffers (rotary frequencies) stay in float32, as after loading."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
     return module
@@ -50,7 +50,7 @@ def with_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @pytest.fixture(scope="session")
 def reference() -> nn.Module:
-    """transformers' vision model in float32, its weights as a bfloat16 checkpoint would hold them."""
+    """transformers' vision model in float32, with weights that are rounded to bfloat16."""
     config = Qwen3VLVisionConfig(out_hidden_size=4096, deepstack_visual_indexes=[8, 16, 24])
     with torch.device("cuda"):
         model: nn.Module = Qwen3VLVisionModel(config).eval()

@@ -1,4 +1,4 @@
-"""The process of a GPU that a certain image breaks, for good, as a bad kernel would."""
+"""The process of a GPU that fails for good, as after a bad kernel, when it gets a certain image."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BAD_LEVEL = 251
 
 
 def load_replica(settings: Settings, name: str) -> Replica:
-    """As the service does it, but for the fault."""
+    """Loads a replica as the service does, with an encoder that can fail."""
     where = replica_devices(settings.device, settings.data_parallel_size)[name]
     return Replica(name, partial(_load, where))
 
@@ -28,7 +28,7 @@ def _load(where: torch.device) -> VisionEncoder:
 
     def launch_or_fail(items: Sequence[EncodeItem]) -> RunningBatch:
         if any(int(item.patches.pixels[0, 0]) == BAD_LEVEL for item in items):
-            with encoder.stream:  # an index behind the end
+            with encoder.stream:  # an index out of range
                 torch.zeros(8, device=where)[torch.full((8,), 10**6, device=where)]
         return launch(items)
 
@@ -37,5 +37,5 @@ def _load(where: torch.device) -> VisionEncoder:
 
 
 def main(file: int) -> NoReturn:
-    """In place of that of a device."""
+    """Replaces the main function of a device's process."""
     device.main(file, load_replica)

@@ -1,4 +1,4 @@
-"""Random images in patches."""
+"""Patches of random images."""
 
 from __future__ import annotations
 

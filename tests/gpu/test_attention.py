@@ -48,12 +48,12 @@ def test_backends_equal_the_formula_on_strided_input(
 @pytest.mark.parametrize(
     ("dtype", "head_dim"), [(torch.float32, 72), (torch.bfloat16, 70), (torch.bfloat16, 320)]
 )
-def test_flash_attention_says_what_it_cannot_serve(name: str, dtype: torch.dtype, head_dim: int) -> None:
+def test_flash_attention_rejects_unsupported_input(name: str, dtype: torch.dtype, head_dim: int) -> None:
     with pytest.raises(ModelError, match=name):
         select_attention(name, GPU, dtype, head_dim)
 
 
-def test_auto_takes_the_fastest_that_is_there() -> None:
+def test_auto_selects_the_fastest_backend() -> None:
     chosen = select_attention("auto", GPU, torch.bfloat16, 72)
     assert chosen.name.startswith("FLASH_ATTN")
     assert chosen.in_graphs

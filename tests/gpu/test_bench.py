@@ -13,7 +13,7 @@ from service.bench import command as bench
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 
 
-def test_kernels_and_padding_are_those_of_the_batches_that_were_counted(tmp_path: Path) -> None:
+def test_report_has_kernels_and_padding_of_the_measured_batches(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     flags = "--size demo --workloads 1x336,20x336 --sides graph --repeats 3 --profile"
     assert bench.main(["encoder", *flags.split(), "--device", "cuda", "--json", str(report)]) == 0

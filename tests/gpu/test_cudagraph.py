@@ -1,4 +1,4 @@
-"""Captured graphs at the size of the 8B checkpoint: exact, finite, and the same every time."""
+"""Captured graphs at the size of the 8B checkpoint: tokens are exact, finite and reproducible."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from models import CudaGraphSettings, Patches, VisionEncoder
-from models.packing import infer_budgets
-from models.protocol import ReplayBuffers
+from models.budgets import infer_budgets
+from models.cudagraph_protocol import ReplayBuffers
 from models.weights import Checkpoint
 from tests.gpu.images import MIXED, patches
 from tests.support.checkpoints import reference_tokens, relative_error
@@ -58,7 +58,7 @@ def test_every_budget_is_as_exact_as_an_eager_run(
 ) -> None:
     worst = 0.0
     for budget in graphs.graphs.budgets:
-        # Full budgets; one image of the largest would take float32 minutes, and test_encoder.py has that.
+        # Full budgets. One image of the largest size would take minutes in float32; test_encoder.py has one.
         images = patches((16, budget // 4)) if budget < 4096 else patches(*[(64, budget // 64)] * 4)
         expected = reference_tokens(reference, images, HALF, HALF)
         replayed, direct = (relative_error(torch.cat(x.encode(images)), expected) for x in (graphs, eager))
@@ -67,7 +67,7 @@ def test_every_budget_is_as_exact_as_an_eager_run(
     print(f"worst ratio of errors {worst:.3f}")  # noqa: T201
 
 
-def test_a_not_a_number_does_not_outlive_its_batch(graphs: VisionEncoder) -> None:
+def test_nan_does_not_survive_its_batch(graphs: VisionEncoder) -> None:
     small = patches((20, 20))
     before = graphs.encode(small)[0].clone()
     bias = graphs.model.patch_embed.proj.bias
@@ -82,7 +82,7 @@ def test_a_not_a_number_does_not_outlive_its_batch(graphs: VisionEncoder) -> Non
     assert torch.equal(after, before)
 
 
-def test_the_same_image_gives_the_same_bits_after_a_large_one(graphs: VisionEncoder) -> None:
+def test_tokens_are_identical_after_a_large_image(graphs: VisionEncoder) -> None:
     small, large = patches((20, 20)), patches((256, 256))
     first = graphs.encode(small)[0].clone()
     graphs.encode(large)
@@ -116,7 +116,7 @@ def test_random_batches_are_finite_and_counted(eager: VisionEncoder, graphs: Vis
     assert not manager.counts.misses
 
 
-def test_a_mixed_batch_comes_back_in_order(eager: VisionEncoder, graphs: VisionEncoder) -> None:
+def test_mixed_batch_keeps_its_order(eager: VisionEncoder, graphs: VisionEncoder) -> None:
     images = patches(*MIXED)
     for ours, theirs in zip(graphs.encode(images), eager.encode(images), strict=True):
         assert relative_error(ours, theirs) < 0.05
@@ -130,14 +130,14 @@ def test_images_are_cut_into_pinned_memory(eager: VisionEncoder) -> None:
     assert torch.equal(ours.pixels, ordinary.pixels)
 
 
-def test_pinned_and_ordinary_patches_give_the_same_bits(either: VisionEncoder) -> None:
+def test_pinned_and_ordinary_patches_give_identical_tokens(either: VisionEncoder) -> None:
     images = patches(*MIXED)
     for ours, theirs in zip(either.encode(pinned(images)), either.encode(images), strict=True):
         assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("in_memory", [pinned, list])
-def test_patches_may_be_changed_and_dropped_once_encode_has_returned(
+def test_patches_may_be_changed_after_encode_returns(
     either: VisionEncoder, in_memory: Callable[[Sequence[Patches]], list[Patches]]
 ) -> None:
     batches = [patches(*[(64, 64 + 2 * number)] * 4) for number in range(3)]
@@ -152,14 +152,14 @@ def test_patches_may_be_changed_and_dropped_once_encode_has_returned(
         results.append(either.encode(images))
         for image in images:
             image.pixels.fill_(255)
-        del images, fresh  # the next ones, which hold something else, may get their memory
+        del images, fresh  # the next images, with other content, may get their memory
         others = [torch.full((64 * 68, 768), 255, dtype=torch.uint8, pin_memory=True) for _ in range(8)]
         del others
     for number, result in enumerate(results):
         assert torch.equal(torch.cat(result), expected[number % 3]), number
 
 
-def test_a_batch_that_fails_while_it_is_written_leaves_nothing_behind(
+def test_batch_that_fails_while_it_is_written_does_not_affect_later_ones(
     graphs: VisionEncoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large, small = patches((128, 128)), patches(*MIXED)

@@ -48,7 +48,7 @@ def test_pooled_vectors_are_made_on_the_device(encoder: VisionEncoder) -> None:
     assert result.stats[0].busy_s > 0
 
 
-def test_each_image_gets_what_it_asks_for(encoder: VisionEncoder) -> None:
+def test_each_image_gets_its_requested_output(encoder: VisionEncoder) -> None:
     images = patches(*MIXED)
     outputs = [
         OutputSpec(pooled=True, deepstack=False, dtype=torch.float32),

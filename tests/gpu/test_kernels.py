@@ -1,4 +1,4 @@
-"""The fused kernels against their plain twins."""
+"""Compares the fused kernels with the plain kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)
 FUSED, PLAIN = FusedKernels(), PlainKernels()
 DTYPES = [torch.bfloat16, torch.float16]
-EXACT = 4e-3  # one rounding to bfloat16, which the twins may do at different places
+EXACT = 4e-3  # one rounding to bfloat16, which both may do at different steps
 
 
 def rand(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_norms_are_equal(dtype: torch.dtype, rows: int, columns: int, masked: bo
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "head_dim"), [(16, 72), (16, 64), (12, 64), (4, 32)])
-def test_rotation_is_equal_and_leaves_values_alone(dtype: torch.dtype, heads: int, head_dim: int) -> None:
+def test_rotation_is_equal_and_does_not_change_v(dtype: torch.dtype, heads: int, head_dim: int) -> None:
     qkv = rand(301, 3, heads, head_dim, dtype=dtype)
     grids = torch.tensor([[14, 20], [2, 2]], dtype=torch.int32, device=GPU)
     table = rand(16, 64, dtype=dtype)
@@ -97,7 +97,7 @@ def test_gelu_in_the_product_is_the_tanh_form(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_of_products_are_equal_but_for_the_bias(dtype: torch.dtype) -> None:
+def test_added_products_are_equal_except_for_the_bias(dtype: torch.dtype) -> None:
     linear = nn.Linear(1152, 1152, device=GPU, dtype=dtype).requires_grad_(False)
     x, y = rand(400, 1152, dtype=dtype), rand(400, 1152, dtype=dtype) * 2
     one, other = x.clone(), x.clone()

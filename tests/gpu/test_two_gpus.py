@@ -1,4 +1,4 @@
-"""Two GPUs, each with a replica: the same results as one, in order, and one that fails alone."""
+"""Two GPUs with a replica each give the results of one GPU, and one may fail without the other."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def group(checkpoint: Checkpoint) -> Iterator[ReplicaGroup]:
     group.close()
 
 
-def test_results_are_those_of_one_gpu(group: ReplicaGroup) -> None:
+def test_results_equal_those_of_one_gpu(group: ReplicaGroup) -> None:
     generator = torch.Generator().manual_seed(7)
 
     def integer(high: int) -> int:
@@ -72,19 +72,19 @@ def test_results_are_those_of_one_gpu(group: ReplicaGroup) -> None:
             counts.update(_counts(stats))
         assert sum(stats.num_images for stats in result.stats) == len(items)
         shares[len(result.stats)] += 1
-    assert shares[1] > 100, "a request of one image leaves the other GPU without a share"
+    assert shares[1] > 100, "only one GPU has a share in a request of one image"
     assert shares[2] > 500
     assert counts["cuda:0"] > 100
     assert counts["cuda:1"] > 100
 
 
 def _counts(stats: BatchStats) -> dict[str, int]:
-    assert stats.num_images == stats.hits, "all of them by replay"
+    assert stats.num_images == stats.hits, "all images run by replay"
     return {stats.device: stats.num_images}
 
 
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # as in test_api_servers_supervisor.py
-def test_a_gpu_that_fails_under_load_fails_alone() -> None:
+def test_failed_gpu_does_not_affect_the_other() -> None:
     settings = Settings(device="cuda", data_parallel_size=2, decode_threads=4)
     server = Supervised(settings, 2, lambda module, line: spawn("tests.gpu.failing_device", line))
     level = 100
@@ -94,7 +94,7 @@ def test_a_gpu_that_fails_under_load_fails_alone() -> None:
     def scenario() -> None:
         server.wait_until_ready(timeout_s=120)
         first = server.call_later(level).result(60)
-        # One for each API server, to keep it there.
+        # One upload for each API server, so that the server stays.
         uploads = [HeldUpload(server.port) for _ in range(2)]
         eventually(lambda: server.scrape().total("requests_in_flight") == 3)
         calls = [server.call_later(BAD_LEVEL if number == 100 else level) for number in range(400)]
@@ -110,8 +110,8 @@ def test_a_gpu_that_fails_under_load_fails_alone() -> None:
         server.close()
     good = [answer.embeddings[0] for answer in answers if answer.status == 200]
     assert {answer.code for answer in answers} == {None, "device_failed"}
-    assert answers[101].code == "device_failed", "the one that broke it"
-    # Before it 100 were sent, of which 15 may have been under way, and later ones are refused.
+    assert answers[101].code == "device_failed", "the request that broke the GPU"
+    # 100 requests were sent earlier, of which 15 may have been running. Later requests are refused.
     assert len(good) >= 85
     assert all(relative_error(torch.tensor(ours), torch.tensor(good[0])) < 0.02 for ours in good)
     [scrape] = found

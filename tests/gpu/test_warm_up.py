@@ -1,4 +1,4 @@
-"""Every kernel is compiled before the first request: seen in a process of its own, where none is at first."""
+"""Every kernel is compiled before the first request. A new process shows it, because it starts with none."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from models.attention import (
     select_attention,
     small_tile,
 )
+from models.budgets import infer_warm_up
 from models.errors import ModelError
-from models.packing import infer_warm_up
 from tests.support.checkpoints import relative_error
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def test_sdpa_equals_the_formula_on_strided_input(lengths: tuple[int, ...]) -> N
     assert relative_error(out, reference_attention(q, k, v, sequences)) < 1e-6
 
 
-def test_rows_behind_the_last_sequence_and_empty_sequences_are_left_out() -> None:
+def test_rows_after_the_last_sequence_and_empty_sequences_are_skipped() -> None:
     qkv, exact = packed((5, 9))
     padded = torch.cat([qkv, torch.full((3, *qkv.shape[1:]), torch.nan)])
     slots = Sequences(torch.tensor([0, 5, 14, 14, 14], dtype=torch.int32), 17)
@@ -48,7 +48,7 @@ def test_rows_behind_the_last_sequence_and_empty_sequences_are_left_out() -> Non
         assert torch.equal(out[14:], torch.zeros_like(out[14:]))
 
 
-def test_the_reference_is_softmax_attention() -> None:
+def test_reference_is_softmax_attention() -> None:
     qkv, sequences = packed((3, 2), heads=1, head_dim=4)
     q, k, v = qkv.unbind(1)
     weights = torch.exp(q[:3, 0].double() @ k[:3, 0].double().T / 2)
@@ -56,7 +56,7 @@ def test_the_reference_is_softmax_attention() -> None:
     assert relative_error(reference_attention(q, k, v, sequences)[:3, 0], expected) < 1e-6
 
 
-def test_auto_takes_what_serves_the_device() -> None:
+def test_auto_selects_a_backend_that_supports_the_device() -> None:
     backend = select_attention("auto", CPU, torch.float32, 72)
     assert (backend.name, backend.attention, backend.in_graphs) == ("TORCH_SDPA", sdpa_attention, False)
 
@@ -69,7 +69,7 @@ def test_auto_takes_what_serves_the_device() -> None:
         ("XFORMERS", "'XFORMERS' is not one of auto, FLASH_ATTN_4, FLASH_ATTN, TORCH_SDPA"),
     ],
 )
-def test_a_backend_that_cannot_serve_is_an_error(name: str, message: str) -> None:
+def test_backend_without_support_for_the_device_is_an_error(name: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         select_attention(name, CPU, torch.bfloat16, 72)
 
@@ -91,7 +91,7 @@ class Gpu:
         (512, (64, 80)),
         (513, (128, 80)),
         (1024, (128, 80)),
-        (1025, None),  # nine blocks of 128 rows for each head do not fit the GPU at once, six of 192 do
+        (1025, None),  # the GPU cannot run nine blocks of 128 rows for each head at once, but six of 192
         (1536, None),
         (1537, (128, 80)),  # both need two rounds
         (2048, (128, 80)),
@@ -114,7 +114,7 @@ def test_small_tiles_need_no_more_rounds_than_large_ones(num_rows: int, tile: tu
         (72, Gpu(10, 148), None),
     ],
 )
-def test_small_tiles_are_for_where_they_were_measured(
+def test_small_tiles_are_used_only_where_they_were_measured(
     head_dim: int, gpu: Gpu, tile: tuple[int, int] | None
 ) -> None:
     assert small_tile(400, 16, head_dim, gpu) == tile
@@ -122,7 +122,7 @@ def test_small_tiles_are_for_where_they_were_measured(
 
 @pytest.mark.parametrize("num_processors", [78, 114, 132])
 @pytest.mark.parametrize("smallest", [1, 7, 64, 100, 257, 300, 384, 600, 5000])
-def test_every_tile_of_an_eager_run_is_compiled_by_the_warm_up(smallest: int, num_processors: int) -> None:
+def test_warm_up_compiles_every_tile_of_eager_runs(smallest: int, num_processors: int) -> None:
     def tile(tokens: int) -> tuple[int, int] | None:
         return small_tile(4 * tokens, 16, 72, Gpu(9, num_processors))
 

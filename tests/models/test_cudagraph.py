@@ -1,10 +1,10 @@
-"""The manager with an encoder that is not Qwen3-VL, on a CPU, where a replay calls the forward pass."""
+"""The manager with a minimal encoder and the vision transformer. On a CPU a replay calls the forward pass."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,23 +21,23 @@ from models import (
     SupportsEncoderCudaGraph,
     VisionEncoder,
 )
-from models.protocol import EncoderCudaGraphConfig, MetadataSpec, ReplayBuffers
+from models.cudagraph_protocol import EncoderCudaGraphConfig, MetadataSpec, ReplayBuffers
 from models.warm_up import warm_up
 
 CPU = torch.device("cpu")
 
 
 class SumEncoder:
-    """A tiny encoder that joins through the protocol alone.
+    """A tiny encoder that implements the protocol and nothing else.
 
-    An image is a vector of numbers, two for each token; a token is the running sum of its image's pairs,
+    An image is a vector of numbers, two for each token. A token is the running sum of its image's pairs,
     times the image's factor. So a token depends on its neighbours and on the image's metadata.
     """
 
-    def __init__(self, fault: Exception | None = None, wrong_from: int = 10**9) -> None:
-        self.fault = fault  # raised while a batch is written into the buffers, halfway
-        self.wrong_from = wrong_from  # graphs of this many tokens or more compute something else
-        self.forwards: list[int] = []
+    def __init__(self, wrong_from: int = 10**9) -> None:
+        self.fault: Callable[[], object] | None = None  # called while a batch is written, halfway; it raises
+        self.wrong_from = wrong_from  # graphs of at least this many tokens compute something else
+        self.forwards: list[int] = []  # tokens of each forward pass
 
     def get_encoder_cudagraph_config(self) -> EncoderCudaGraphConfig:
         return EncoderCudaGraphConfig(
@@ -83,7 +83,7 @@ class SumEncoder:
             buffers.input[:] = torch.nan
             for array in buffers.metadata.values():
                 array.fill_(3)
-            raise self.fault
+            self.fault()
         buffers.input[:] = torch.tensor([x for image in batch for x in image])
         for slot, image in enumerate(batch):
             buffers.metadata["length"][slot] = len(image) // 2
@@ -129,7 +129,7 @@ def check(manager: EncoderCudaGraphManager[list[list[float]]], batch: list[list[
         assert torch.allclose(tokens, expected(image), rtol=1e-5, atol=1e-5)
 
 
-def test_the_encoder_joins_through_the_protocol_alone() -> None:
+def test_minimal_encoder_implements_the_protocol() -> None:
     assert isinstance(SumEncoder(), SupportsEncoderCudaGraph)
     assert not isinstance(object(), SupportsEncoderCudaGraph)
 
@@ -140,7 +140,7 @@ def test_budgets_are_captured_largest_first() -> None:
     assert graphs.budgets == (2, 4, 8, 16, 20)
     assert list(graphs.graphs) == [20, 16, 8, 4, 2]
     assert model.forwards[:5] == [20, 16, 8, 4, 2]
-    assert graphs.max_images == 2  # never more than the smallest budget
+    assert graphs.max_images == 2  # at most the smallest budget
 
 
 def test_budgets_share_their_buffers() -> None:
@@ -152,7 +152,7 @@ def test_budgets_share_their_buffers() -> None:
     assert (small.max_batch_size, large.max_batch_size) == (3, 6)
 
 
-def test_a_batch_comes_back_in_order_and_is_counted() -> None:
+def test_batch_keeps_its_order_and_is_counted() -> None:
     graphs = manager(budget_steps=2, max_images_per_batch=2)
     check(graphs, images(7, 2, 12, 5, 2, 20))
     assert graphs.counts.hits == 6
@@ -164,20 +164,20 @@ def test_a_batch_comes_back_in_order_and_is_counted() -> None:
     assert graphs.counts.replays[8] == 1
 
 
-def test_an_image_over_every_budget_runs_eagerly() -> None:
+def test_image_over_every_budget_runs_eagerly() -> None:
     graphs = manager(token_budgets=(4, 8))
     check(graphs, images(9, 3, 30))
     assert (graphs.counts.hits, graphs.counts.misses) == (1, {"oversize": 2})
 
 
-def test_without_settings_all_runs_eagerly() -> None:
+def test_without_settings_every_image_runs_eagerly() -> None:
     graphs = EncoderCudaGraphManager(SumEncoder(), None, CPU)
     check(graphs, images(9, 3, 30))
     assert (graphs.counts.hits, graphs.counts.misses) == (0, {"disabled": 3})
     assert not graphs.graphs
 
 
-def test_what_an_earlier_batch_left_behind_is_not_seen() -> None:
+def test_data_of_an_earlier_batch_does_not_reach_a_later_one() -> None:
     graphs = manager(token_budgets=(4, 20))
     small = images(3)
     before = graphs.execute(small)[0]
@@ -186,7 +186,7 @@ def test_what_an_earlier_batch_left_behind_is_not_seen() -> None:
     check(graphs, images(2, 2, 2, seed=1))
 
 
-def test_results_outlive_the_next_replay() -> None:
+def test_results_survive_the_next_replay() -> None:
     graphs = manager(token_budgets=(4, 20))
     batch = images(4)
     (first,) = graphs.execute(batch)
@@ -194,7 +194,7 @@ def test_results_outlive_the_next_replay() -> None:
     assert torch.allclose(first, expected(batch[0]))
 
 
-def test_random_batches_are_exact_and_no_count_is_off_by_one() -> None:
+def test_random_batches_are_exact_and_counted() -> None:
     graphs = manager(token_budgets=(4, 7, 13), max_images_per_batch=4)
     rng = np.random.default_rng(5)
     hits = oversize = 0
@@ -206,25 +206,56 @@ def test_random_batches_are_exact_and_no_count_is_off_by_one() -> None:
     assert (graphs.counts.hits, graphs.counts.misses["oversize"]) == (hits, oversize)
 
 
+def raises(error: Exception) -> Callable[[], object]:
+    def fail() -> object:
+        raise error
+
+    return fail
+
+
+def write_too_many_values() -> None:
+    np.zeros(2)[:] = np.zeros(3)
+
+
 @pytest.mark.parametrize(
-    "fault", [torch.OutOfMemoryError("no memory"), RuntimeError("no luck"), ValueError("no such shape")]
+    ("fault", "message"),
+    [
+        (raises(torch.OutOfMemoryError("no memory")), "no memory"),  # of the device
+        # RuntimeError and MemoryError: no memory on the host, for torch and for numpy.
+        (lambda: torch.empty(2**60, dtype=torch.uint8), "tried to allocate"),
+        (lambda: np.empty(2**60, dtype=np.uint8), "Unable to allocate"),
+        # RuntimeError and ValueError: shapes that do not fit, for torch and for numpy.
+        (lambda: torch.zeros(3).split([1, 1]), "sum exactly to 3"),
+        (write_too_many_values, "could not broadcast"),
+    ],
 )
-def test_an_error_before_the_launch_falls_back_to_an_eager_run(
-    fault: Exception, caplog: pytest.LogCaptureFixture
+def test_batch_that_cannot_be_loaded_runs_eagerly(
+    fault: Callable[[], object], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = SumEncoder()
     graphs = manager(model, token_budgets=(4, 20))
     model.fault = fault
     check(graphs, images(3, 3))
     assert (graphs.counts.hits, graphs.counts.misses) == (0, {"error": 2})
-    assert str(fault) in caplog.text
+    assert "a batch of 2 images runs eagerly: " in caplog.text
+    assert message in caplog.text
     model.fault = None
     check(graphs, images(3, 3))
     assert graphs.counts.hits == 2
 
 
+@pytest.mark.parametrize("error", [TypeError("no such argument"), KeyError("grids"), AssertionError("a bug")])
+def test_bug_in_the_model_is_raised(error: Exception) -> None:
+    model = SumEncoder()
+    graphs = manager(model, token_budgets=(4, 20))
+    model.fault = raises(error)
+    with pytest.raises(type(error)):
+        graphs.execute(images(3))
+    assert not graphs.counts.misses
+
+
 class Filling(SumEncoder):
-    """Allocates something before it fails to fill the buffers, and notes whether it is there eagerly."""
+    """Allocates memory before it fails to fill the buffers, and records whether an eager run finds it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +277,7 @@ class Filling(SumEncoder):
         return super().encoder_eager_forward(batch)
 
 
-def test_an_eager_run_does_not_find_what_the_failed_load_allocated(no_collection: None) -> None:
+def test_memory_of_a_failed_load_is_free_in_the_eager_run(no_collection: None) -> None:
     model = Filling()
     graphs = manager(model, token_budgets=(4, 20))
     model.alive.clear()
@@ -255,21 +286,21 @@ def test_an_eager_run_does_not_find_what_the_failed_load_allocated(no_collection
     assert model.alive == [False]
 
 
-def test_a_fault_of_the_device_is_raised() -> None:
+def test_fault_of_the_device_is_raised() -> None:
     model = SumEncoder()
     graphs = manager(model, token_budgets=(4, 20))
-    model.fault = torch.AcceleratorError("illegal access", 700)
+    model.fault = raises(torch.AcceleratorError("illegal access", 700))
     with pytest.raises(torch.AcceleratorError):
         graphs.execute(images(3))
     assert not graphs.counts.misses
 
 
-def test_a_graph_that_disagrees_with_an_eager_run_stops_the_start() -> None:
+def test_graph_that_differs_from_an_eager_run_stops_the_start() -> None:
     with pytest.raises(ModelError, match=r"graph of 8 tokens differs from an eager run by .*turn cudagraph"):
         manager(SumEncoder(wrong_from=8), token_budgets=(4, 8))
 
 
-def test_a_graph_that_is_not_finite_stops_the_start() -> None:
+def test_graph_that_is_not_finite_stops_the_start() -> None:
     class Nan(SumEncoder):
         def encoder_cudagraph_forward(
             self, inputs: torch.Tensor, metadata: Mapping[str, torch.Tensor], output: torch.Tensor
@@ -281,7 +312,7 @@ def test_a_graph_that_is_not_finite_stops_the_start() -> None:
 
 
 class Limited(SumEncoder):
-    """Has memory for so many tokens only, in eager runs too."""
+    """Has memory for a limited number of tokens."""
 
     def __init__(self, limit: int, eager_limit: int = 10**9) -> None:
         super().__init__()
@@ -306,18 +337,52 @@ class Limited(SumEncoder):
     ("limit", "advice"),
     [(19, "budgets up to 16 tokens fit"), (9, "up to 8 tokens fit"), (1, "not even the smallest fits")],
 )
-def test_where_memory_is_short_the_start_says_what_fits(limit: int, advice: str) -> None:
+def test_start_without_enough_memory_says_which_budgets_fit(limit: int, advice: str) -> None:
     with pytest.raises(ModelError, match=f"no memory for a graph of 20 tokens; .*{advice}") as error:
         manager(Limited(limit), budget_steps=1)
     assert "\n" not in str(error.value)
 
 
-def test_memory_that_is_short_in_the_test_after_capture_stops_the_start_too() -> None:
+def test_memory_may_also_be_short_in_the_test_after_capture() -> None:
     with pytest.raises(ModelError, match="no memory for a graph of 20 tokens; budgets up to 16 tokens fit"):
         manager(Limited(20, eager_limit=19), budget_steps=1)
 
 
-def test_sizes_are_run_as_far_as_memory_allows(caplog: pytest.LogCaptureFixture) -> None:
+class Tracked(Limited):
+    """Records whether the output buffers of earlier attempts exist when a smaller budget is tried."""
+
+    def __init__(self, limit: int, eager_limit: int = 10**9) -> None:
+        super().__init__(limit, eager_limit)
+        self.outputs: list[weakref.ref[torch.Tensor]] = []
+        self.alive: list[int] = []
+
+    def encoder_cudagraph_forward(
+        self, inputs: torch.Tensor, metadata: Mapping[str, torch.Tensor], output: torch.Tensor
+    ) -> None:
+        self.alive.append(sum(tensor() is not None for tensor in self.outputs))
+        self.outputs.append(weakref.ref(output))
+        super().encoder_cudagraph_forward(inputs, metadata, output)
+
+
+@pytest.mark.parametrize(
+    ("limits", "alive"),
+    [
+        ((19, 10**9), [0, 0]),  # memory is short in the first capture, and 16 tokens fit
+        # Memory is short in the first test, when all 5 budgets are captured. The replay is the sixth forward
+        # pass.
+        ((20, 19), [0, 1, 2, 3, 4, 0]),
+    ],
+)
+def test_memory_of_a_failed_start_is_free_when_smaller_budgets_are_tried(
+    limits: tuple[int, int], alive: list[int], no_collection: None
+) -> None:
+    model = Tracked(*limits)
+    with pytest.raises(ModelError, match="budgets up to 16 tokens fit"):
+        manager(model, budget_steps=1)
+    assert model.alive == alive
+
+
+def test_warm_up_ends_where_memory_is_short(caplog: pytest.LogCaptureFixture) -> None:
     encoder = Limited(20, eager_limit=9)
     warm_up(encoder, (2, 5, 8, 12, 16))
     assert encoder.eager_runs == [2, 5, 8, 12]
@@ -326,7 +391,7 @@ def test_sizes_are_run_as_far_as_memory_allows(caplog: pytest.LogCaptureFixture)
     ]
 
 
-def test_a_graph_that_is_wrong_beside_padding_stops_the_start() -> None:
+def test_graph_that_is_wrong_only_with_padding_stops_the_start() -> None:
     class Leaky(SumEncoder):
         def encoder_cudagraph_forward(
             self, inputs: torch.Tensor, metadata: Mapping[str, torch.Tensor], output: torch.Tensor
@@ -343,19 +408,19 @@ def test_a_graph_that_is_wrong_beside_padding_stops_the_start() -> None:
     ("settings", "message"),
     [
         ({"token_budgets": (1, 4)}, "token budget 1 is under the model's smallest image, 2 tokens"),
-        ({"token_budgets": (4, 4)}, "hold one twice"),
+        ({"token_budgets": (4, 4)}, "list a budget twice"),
         ({"budget_steps": 0}, "steps per octave must be 1 or more"),
         ({"token_budgets": (4,), "max_images_per_batch": 5}, "must be 1 to the smallest budget, 4, not 5"),
         ({"token_budgets": (8,), "max_images_per_batch": 5}, "5 images per batch never fit"),
     ],
 )
-def test_settings_that_contradict_are_one_clear_line(settings: dict[str, Any], message: str) -> None:
+def test_contradicting_settings_are_an_error(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         manager(**settings)
 
 
-def test_capturing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "models.cudagraph"):
+def test_capture_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "models.cudagraph_capture"):
         graphs = manager(token_budgets=(4, 8))
     assert "captured 8 tokens in" in caplog.text
     assert "captured 2 budgets of 4 to 8 tokens" in caplog.text
@@ -381,13 +446,13 @@ def patches(encoder: VisionEncoder) -> list[Patches]:
     return [encoder.preprocess(rng.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in SIZES]
 
 
-def test_the_vision_transformer_joins_through_the_protocol(replayed: VisionEncoder) -> None:
+def test_vision_transformer_implements_the_protocol(replayed: VisionEncoder) -> None:
     assert isinstance(replayed.graphs.model, SupportsEncoderCudaGraph)
     assert replayed.graphs.model.get_encoder_cudagraph_budget_range() == (64, 1024)
     assert [x.max_batch_size for x in replayed.graphs.graphs.values()] == [3, 3, 1]
 
 
-def test_the_vision_transformer_gives_the_same_by_replay(
+def test_vision_transformer_gives_the_same_tokens_by_replay(
     eager: VisionEncoder, replayed: VisionEncoder
 ) -> None:
     batch = patches(eager)
@@ -396,7 +461,7 @@ def test_the_vision_transformer_gives_the_same_by_replay(
 
 
 @pytest.mark.parametrize("places", [[0], [3, 0, 2], [5, 4, 3, 2, 1, 0]])
-def test_pixels_are_written_one_image_behind_the_other(replayed: VisionEncoder, places: list[int]) -> None:
+def test_pixels_of_images_are_written_one_after_the_other(replayed: VisionEncoder, places: list[int]) -> None:
     batch = [patches(replayed)[place] for place in places]
     expected = torch.cat([image.pixels for image in batch])
     rows, grids = torch.full_like(expected, 7), torch.zeros(8, 2, dtype=torch.int32)
@@ -408,7 +473,7 @@ def test_pixels_are_written_one_image_behind_the_other(replayed: VisionEncoder, 
     assert grids.tolist() == [[*image.grid_thw[1:]] for image in batch] + unused
 
 
-def test_a_not_a_number_does_not_outlive_its_batch(replayed: VisionEncoder) -> None:
+def test_nan_does_not_survive_its_batch(replayed: VisionEncoder) -> None:
     small = patches(replayed)[0]
     before = replayed.encode([small])[0]
     bias = replayed.model.patch_embed.proj.bias
@@ -420,7 +485,7 @@ def test_a_not_a_number_does_not_outlive_its_batch(replayed: VisionEncoder) -> N
     assert torch.equal(replayed.encode([small])[0], before)
 
 
-def test_pooled_answers_and_counts_come_with_a_replay(eager: VisionEncoder, replayed: VisionEncoder) -> None:
+def test_replay_gives_pooled_vectors_and_counts(eager: VisionEncoder, replayed: VisionEncoder) -> None:
     outputs = [
         OutputSpec(pooled=True, normalize=True, deepstack=False),
         OutputSpec(),

@@ -10,7 +10,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:99", "mps", "cpu:x"])
-def test_a_device_that_is_not_here_is_an_error(device: str) -> None:
+def test_missing_device_is_an_error(device: str) -> None:
     with pytest.raises(ModelError, match=f"device '{device}' is not"):
         find_device(device)
 
@@ -25,7 +25,7 @@ def test_a_device_that_is_not_here_is_an_error(device: str) -> None:
         (GPU, 2, {"cuda:0": GPU, "cuda:1": torch.device("cuda", 1)}),
     ],
 )
-def test_replicas_are_named_by_their_device(
+def test_replicas_are_named_after_their_device(
     first: torch.device, num_replicas: int, expected: dict[str, torch.device]
 ) -> None:
     assert spread(first, num_replicas, num_gpus=2) == expected

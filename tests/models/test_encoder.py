@@ -42,13 +42,13 @@ def test_demo_is_the_same_on_every_start(demo: VisionEncoder) -> None:
         assert torch.equal(one, other)
 
 
-def test_the_demo_starts_without_torchs_compiler_and_transformers() -> None:
+def test_demo_starts_without_torchs_compiler_and_transformers() -> None:
     command = [sys.executable, "-c", NO_COMPILER_SCRIPT]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "set()\n"
 
 
-def test_demo_vectors_tell_images_apart(demo: VisionEncoder) -> None:
+def test_demo_vectors_of_different_images_differ(demo: VisionEncoder) -> None:
     pooled = OutputSpec(pooled=True, normalize=True, deepstack=False)
     flat = [np.full((256, 256, 3), level, dtype=np.uint8) for level in (0, 128, 255)]
     items = [EncodeItem(demo.preprocess(rgb), pooled) for rgb in flat]
@@ -57,7 +57,7 @@ def test_demo_vectors_tell_images_apart(demo: VisionEncoder) -> None:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.float16, torch.bfloat16])
-def test_each_image_gets_what_it_asks_for(demo: VisionEncoder, dtype: torch.dtype | None) -> None:
+def test_each_image_gets_its_requested_output(demo: VisionEncoder, dtype: torch.dtype | None) -> None:
     patches = images(demo)
     outputs = [
         OutputSpec(pooled=True, normalize=True, deepstack=False, dtype=dtype),
@@ -76,13 +76,13 @@ def test_each_image_gets_what_it_asks_for(demo: VisionEncoder, dtype: torch.dtyp
     assert [tuple(x.shape) for x in result.embeddings] == [(128,), (144, 384), (300, 128)]
 
 
-def test_a_pooled_vector_keeps_its_length_without_normalize(demo: VisionEncoder) -> None:
+def test_pooled_vector_without_normalize_is_the_mean(demo: VisionEncoder) -> None:
     patches = images(demo)[0]
     (vector,) = demo.run([EncodeItem(patches, OutputSpec(pooled=True, deepstack=False))]).embeddings
     assert relative_error(vector, demo.encode([patches])[0][:, :128].double().mean(0)) < 1e-6
 
 
-def test_the_mean_is_taken_in_float32() -> None:
+def test_mean_is_computed_in_float32() -> None:
     encoder = VisionEncoder.from_pretrained("demo", device="cpu", dtype=torch.bfloat16)
     pooled = OutputSpec(pooled=True, deepstack=False, dtype=torch.float32)
     patches = images(encoder)
@@ -92,8 +92,8 @@ def test_the_mean_is_taken_in_float32() -> None:
 
 
 @pytest.mark.parametrize("deepstack", [True, False])
-def test_results_do_not_alias_what_the_next_replay_overwrites(tmp_path: Path, deepstack: bool) -> None:
-    """A model without deepstack has one level, whose tokens already lie as an answer's do."""
+def test_results_do_not_share_memory_with_the_next_replay(tmp_path: Path, deepstack: bool) -> None:
+    """A model without deepstack has one level, so its buffer already has the layout of a result."""
     folder = save(build_model("qwen3_vl" if deepstack else "qwen3_5"), tmp_path)
     budgets = CudaGraphSettings(token_budgets=(64, 200), max_images_per_batch=1)
     eager, replayed = (
@@ -123,7 +123,7 @@ def test_stats_count_images_and_tokens(demo: VisionEncoder) -> None:
     assert 0 < stats.busy_s <= result.finished_at - result.started_at
 
 
-def test_what_was_launched_is_there_once_waited_for(demo: VisionEncoder) -> None:
+def test_several_launched_batches_can_be_awaited(demo: VisionEncoder) -> None:
     patches = images(demo)
     running = [demo.launch([EncodeItem(image, OutputSpec())]) for image in patches]
     for batch, tokens in zip(running, demo.encode(patches), strict=True):
@@ -131,9 +131,7 @@ def test_what_was_launched_is_there_once_waited_for(demo: VisionEncoder) -> None
 
 
 @pytest.mark.parametrize("deepstack", [True, False])
-def test_an_images_tokens_do_not_keep_the_memory_of_its_neighbours(
-    demo: VisionEncoder, deepstack: bool
-) -> None:
+def test_tokens_of_each_image_have_their_own_storage(demo: VisionEncoder, deepstack: bool) -> None:
     items = [EncodeItem(patches, OutputSpec(deepstack=deepstack)) for patches in images(demo)]
     for tokens in demo.run(items).embeddings:
         assert tokens.is_contiguous()
@@ -152,14 +150,16 @@ def test_an_images_tokens_do_not_keep_the_memory_of_its_neighbours(
         {"num_tokens": 65},
     ],
 )
-def test_patches_that_do_not_fit_are_refused(demo: VisionEncoder, change: dict[str, object]) -> None:
+def test_patches_that_do_not_fit_the_model_are_an_error(
+    demo: VisionEncoder, change: dict[str, object]
+) -> None:
     fields = {"pixels": torch.zeros(256, 768, dtype=torch.uint8), "grid_thw": (1, 16, 16), "num_tokens": 64}
     assert demo.encode([Patches(**fields)])[0].shape == (64, 384)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="grid"):
         demo.encode([Patches(**(fields | change))])  # type: ignore[arg-type]
 
 
-def test_pixel_limits_replace_the_checkpoints() -> None:
+def test_pixel_limits_replace_those_of_the_checkpoint() -> None:
     encoder = VisionEncoder.from_pretrained(
         "demo", device="cpu", min_pixels=256 * 1024, max_pixels=512 * 1024
     )
@@ -169,12 +169,12 @@ def test_pixel_limits_replace_the_checkpoints() -> None:
         VisionEncoder.from_pretrained("demo", device="cpu", min_pixels=2_000_000)
 
 
-def test_a_device_that_is_not_here_is_an_error() -> None:
+def test_missing_device_is_an_error() -> None:
     with pytest.raises(ModelError, match="device 'cuda:99' is not here"):
         VisionEncoder.from_pretrained("demo", device="cuda:99")
 
 
-def test_what_follows_from_the_checkpoint(tmp_path: Path) -> None:
+def test_properties_follow_from_the_checkpoint(tmp_path: Path) -> None:
     folder = save(build_model("qwen3_vl"), tmp_path)
     encoder = VisionEncoder.from_pretrained(str(folder), device="cpu", dtype=torch.bfloat16)
     assert (encoder.hidden_size, encoder.width, encoder.num_deepstack) == (40, 120, 2)
@@ -195,6 +195,6 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
         assert relative_error(other, one) < 0.02
 
 
-def test_the_fingerprint_is_a_sha256() -> None:
+def test_fingerprint_is_a_sha256() -> None:
     fingerprint = VisionEncoder.from_pretrained("demo", device="cpu").fingerprint
     assert len(bytes.fromhex(fingerprint)) == hashlib.sha256().digest_size

@@ -21,7 +21,7 @@ SIZES = [(256, 256), (224, 224), (336, 336), (480, 640), (1000, 1000), (20, 3980
 
 
 def reference_levels(pixel_values: torch.Tensor) -> torch.Tensor:
-    """The reference's normalized patches [n, 1536] back as levels 0 to 255 of the first frame [n, 768]."""
+    """Converts the reference's normalized patches [n, 1536] to levels 0 to 255 of one frame [n, 768]."""
     frames = pixel_values.unflatten(1, (3, 2, 16, 16))
     assert torch.equal(frames[:, :, 0], frames[:, :, 1])
     levels: torch.Tensor = ((frames[:, :, 0].double() * 0.5 + 0.5) * 255).round().flatten(1)
@@ -29,7 +29,7 @@ def reference_levels(pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def picture(height: int, width: int) -> np.ndarray:
-    """Shapes at several scales, as in a photograph, the finest near the resolution's limit."""
+    """Random shapes at several scales, as in a photograph. The finest are single pixels."""
     rng = np.random.default_rng(height * width)
     levels = np.zeros((height, width, 3))
     for scale, weight in ((64, 0.5), (16, 0.25), (4, 0.15), (1, 0.1)):
@@ -63,14 +63,14 @@ def test_smart_resize_equals_the_reference(seed: int) -> None:
     ("size", "tokens"),
     [((224, 224), 64), ((336, 336), 100), ((4096, 4096), 16384), ((14, 886), 128), ((1, 200), 114)],
 )
-def test_tokens_of_a_size(size: tuple[int, int], tokens: int) -> None:
+def test_number_of_tokens_follows_from_the_size(size: tuple[int, int], tokens: int) -> None:
     limits = {"max_pixels": 65536} if size == (14, 886) else {}
     config = PreprocessConfig(**(CONFIG.__dict__ | limits))
     assert Preprocessor(config).num_tokens(*size) == tokens
 
 
 @pytest.mark.parametrize("size", [(1, 201), (201, 1), (20, 4001)])
-def test_too_thin_images_are_refused(size: tuple[int, int]) -> None:
+def test_aspect_ratio_over_200_is_an_error(size: tuple[int, int]) -> None:
     with pytest.raises(AspectRatioError, match="over 200"):
         Preprocessor(CONFIG).num_tokens(*size)
 
@@ -105,7 +105,7 @@ def test_patches_equal_the_torchvision_reference(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     "limits", [(1, 1), (65536, 65536), (4194304, 4194304), (65536, 1048576), (16777216,) * 2]
 )
-def test_no_image_has_more_tokens_than_the_most(limits: tuple[int, int]) -> None:
+def test_max_num_tokens_is_a_tight_bound(limits: tuple[int, int]) -> None:
     low, high = limits
     preprocessor = Preprocessor(replace(CONFIG, min_pixels=low, max_pixels=high))
     most = 0
@@ -131,12 +131,12 @@ def test_patches_are_compared_by_identity() -> None:
         np.zeros((0, 4, 3), np.uint8),
     ],
 )
-def test_what_is_not_an_rgb_array_is_refused(rgb: np.ndarray) -> None:
+def test_array_that_is_not_rgb_is_an_error(rgb: np.ndarray) -> None:
     with pytest.raises(ValueError, match="an image is a uint8 array"):
         Preprocessor(CONFIG)(rgb)
 
 
-def test_an_image_that_needs_no_resize_keeps_its_pixels() -> None:
+def test_image_of_the_right_size_keeps_its_pixels() -> None:
     rgb = picture(512, 512)
     patches = Preprocessor(CONFIG)(rgb)
     first = patches.pixels[0].unflatten(0, (3, 16, 16)).permute(1, 2, 0)

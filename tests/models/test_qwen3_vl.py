@@ -87,7 +87,7 @@ def test_packed_images_equal_the_reference(checkpoint: tuple[VisionEncoder, torc
 @pytest.mark.parametrize("shard_size", [None, "100KB"])
 @pytest.mark.parametrize("old_prefix", [False, True])
 @pytest.mark.parametrize("processor_file", ["preprocessor_config.json", "processor_config.json"])
-def test_every_form_of_checkpoint_equals_the_reference(
+def test_every_form_of_checkpoint_gives_the_reference_tokens(
     tmp_path: Path, model_type: str, shard_size: str | None, old_prefix: bool, processor_file: str
 ) -> None:
     model = build_model(model_type)
@@ -104,7 +104,7 @@ def test_every_form_of_checkpoint_equals_the_reference(
         assert relative_error(ours, theirs) <= 1e-5
 
 
-def test_normalization_is_the_checkpoints_own(tmp_path: Path) -> None:
+def test_normalization_is_read_from_the_checkpoint(tmp_path: Path) -> None:
     mean, std = [0.48, 0.46, 0.41], [0.27, 0.26, 0.28]
     model = build_model("qwen3_vl")
     folder = save(model, tmp_path, processor=PROCESSOR | {"image_mean": mean, "image_std": std})
@@ -115,7 +115,9 @@ def test_normalization_is_the_checkpoints_own(tmp_path: Path) -> None:
     assert relative_error(expected, reference_tokens(vision_model(model), batch, HALF, HALF)) > 1e-2
 
 
-def test_an_image_does_not_see_its_neighbours(checkpoint: tuple[VisionEncoder, torch.nn.Module]) -> None:
+def test_tokens_do_not_depend_on_other_images_of_the_batch(
+    checkpoint: tuple[VisionEncoder, torch.nn.Module],
+) -> None:
     encoder, _ = checkpoint
     small, large = images(encoder, [(256, 256), (700, 500)])
     alone = encoder.encode([small])[0]
@@ -124,7 +126,7 @@ def test_an_image_does_not_see_its_neighbours(checkpoint: tuple[VisionEncoder, t
         assert relative_error(tokens, alone) < 1e-6
 
 
-def test_no_images_give_no_tokens(checkpoint: tuple[VisionEncoder, torch.nn.Module]) -> None:
+def test_empty_batch_has_no_tokens(checkpoint: tuple[VisionEncoder, torch.nn.Module]) -> None:
     assert checkpoint[0].encode([]) == []
 
 
@@ -162,7 +164,7 @@ def test_coordinates_follow_merge_blocks() -> None:
     assert coordinates.cu_seqlens.dtype == torch.int32
 
 
-def test_rows_behind_the_last_image_are_finite_and_change_nothing() -> None:
+def test_padding_rows_are_finite_and_do_not_change_other_rows() -> None:
     table = torch.randn(48 * 48, 8, generator=torch.Generator().manual_seed(0))
     frequencies = torch.tensor([1.0, 0.1])
     exact = patch_coordinates(torch.tensor([[4, 6]], dtype=torch.int32), 24, merge_size=2)
@@ -185,7 +187,7 @@ def test_largest_grids_stay_inside_the_position_table() -> None:
         assert torch.allclose(embedding, torch.ones_like(embedding))
 
 
-def test_deepstack_columns_come_from_their_blocks() -> None:
+def test_deepstack_columns_depend_only_on_earlier_blocks() -> None:
     config = VisionConfig(
         depth=3, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=8, patch_size=16,
         temporal_patch_size=2, spatial_merge_size=2, in_channels=3, num_position_embeddings=16,

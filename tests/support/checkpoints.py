@@ -1,4 +1,4 @@
-"""Tiny checkpoints, written by transformers, and its vision models to compare with."""
+"""Tiny checkpoints written by transformers, and its vision models as a reference."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ PROCESSOR: dict[str, Any] = {
     "size": {"longest_edge": 16777216, "shortest_edge": 65536},
     "temporal_patch_size": 2,
 }
-# As the published checkpoints have it: the rest is left to the defaults of transformers' class.
+# As in published checkpoints, which leave other values to the defaults of transformers' class.
 SHORT_PROCESSOR: dict[str, Any] = {
     "size": {"longest_edge": 16777216, "shortest_edge": 65536},
     "patch_size": 16,
@@ -80,7 +80,7 @@ MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 
 
 def build_model(model_type: str = "qwen3_vl", **vision: Any) -> nn.Module:
-    """A tiny whole model of that type with random weights whose norms and biases are random too."""
+    """Builds a tiny complete model of that type. All its weights are random, also norms and biases."""
     text = dict(TINY_TEXT)
     vision = TINY_VISION | ({} if model_type.startswith("qwen3_5") else DEEPSTACK) | vision
     if model_type.endswith("moe"):
@@ -104,7 +104,7 @@ def vision_model(model: nn.Module) -> nn.Module:
 
 
 def randomize(module: nn.Module, seed: int = 0) -> None:
-    """Random values of a size that keeps activations near 1, so that no part of the model is idle."""
+    """Sets random values that keep activations near 1, so that every part of the model has an effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -127,7 +127,7 @@ def save(
     processor_file: str = "preprocessor_config.json",
     old_prefix: bool = False,
 ) -> Path:
-    """Writes the model as transformers does, and its image processor's configuration beside it."""
+    """Writes the model as transformers does, and the configuration of its image processor."""
     model.save_pretrained(folder, **({} if shard_size is None else {"max_shard_size": shard_size}))  # type: ignore[operator]
     content = PROCESSOR if processor is None else processor
     if processor_file == "processor_config.json":
@@ -148,7 +148,7 @@ def _rename_tensors(folder: Path) -> None:
 
 
 def reference_pixels(patches: Patches, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
-    """The float pixels of those patches as the reference takes them, frames repeated: [n, 1536]."""
+    """Returns the pixels of patches in the form of the reference: normalized, frames repeated, [n, 1536]."""
     pixels = patches.pixels.unflatten(1, (3, 1, 16, 16)).double() / 255  # [n, channels, 1, patch, patch]
     means, stds = (torch.tensor(x, dtype=torch.float64)[:, None, None, None] for x in (mean, std))
     repeated: torch.Tensor = ((pixels - means) / stds).expand(-1, -1, 2, -1, -1)
@@ -158,7 +158,7 @@ def reference_pixels(patches: Patches, mean: Sequence[float], std: Sequence[floa
 def reference_tokens(
     visual: nn.Module, images: Sequence[Patches], mean: Sequence[float], std: Sequence[float]
 ) -> torch.Tensor:
-    """All tokens of the packed images by transformers, deepstack columns included, on the module's device."""
+    """Returns transformers' tokens of packed images, with deepstack columns, on the module's device."""
     parameter = next(visual.parameters())
     pixels = torch.cat([reference_pixels(image, mean, std) for image in images]).to(parameter)
     grids = torch.tensor([image.grid_thw for image in images], device=parameter.device)
@@ -168,6 +168,6 @@ def reference_tokens(
 
 
 def relative_error(value: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖value - expected‖ / ‖expected‖ in float64; NaN and infinity never pass a bound."""
+    """Returns ‖value - expected‖ / ‖expected‖ in float64. NaN and infinity are never under a bound."""
     value, expected = value.double(), expected.double()
     return float((value - expected).norm() / expected.norm())

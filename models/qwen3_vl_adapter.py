@@ -1,7 +1,7 @@
-"""Qwen3-VL's vision transformer as an encoder of images, ready for CUDA graphs.
+"""Adapts Qwen3-VL's vision transformer to `SupportsEncoderCudaGraph`.
 
-Joins `Patches` to the forward pass: which buffers it reads, how a batch is written into them, and how one
-runs at its exact size. Implements `SupportsEncoderCudaGraph`.
+Says which buffers the forward pass reads, how a batch of `Patches` is written into them, and how a batch runs
+eagerly, at its exact size.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from functools import partial
 import numpy as np
 import torch
 
+from models.cudagraph_protocol import EncoderCudaGraphConfig, MetadataSpec, ReplayBuffers
 from models.preprocess import Patches, PreprocessConfig
-from models.protocol import EncoderCudaGraphConfig, MetadataSpec, ReplayBuffers
 from models.qwen3_vl import VisionTransformer
 from models.staging import Uploader
 
 
-class PackedVisionTransformer:
-    """Batches are sequences of `Patches`. Output buffers are [1 + deepstack levels, tokens, out_hidden]."""
+class Qwen3VLAdapter:
+    """A batch is a sequence of `Patches`. Output buffers are [1 + deepstack levels, tokens, out_hidden]."""
 
     def __init__(self, model: VisionTransformer, preprocess: PreprocessConfig) -> None:
         weight = model.pos_embed.weight
@@ -66,7 +66,7 @@ class PackedVisionTransformer:
     def prepare_encoder_cudagraph_capture_inputs(
         self, token_budget: int, max_batch_size: int
     ) -> Sequence[Patches]:
-        """Random pixels in as many images as there are slots, each as near a square as its tokens allow."""
+        """Returns `max_batch_size` images of random pixels, each as close to a square as its tokens allow."""
         rest = token_budget // max_batch_size
         lengths = [token_budget - rest * (max_batch_size - 1), *[rest] * (max_batch_size - 1)]
         rng = np.random.default_rng(token_budget)
@@ -83,7 +83,7 @@ class PackedVisionTransformer:
     def prepare_encoder_cudagraph_replay_buffers(
         self, batch: Sequence[Patches], buffers: ReplayBuffers
     ) -> None:
-        # One call for all images: each call lets go of the interpreter lock and has to get it back.
+        # One call for all images: each call releases the interpreter lock and has to acquire it again.
         rows = buffers.input.split(self.get_encoder_cudagraph_per_item_input_sizes(batch))
         torch._foreach_copy_(rows, [image.pixels for image in batch], non_blocking=True)
         grids = np.array([image.grid_thw[1:] for image in batch], dtype=np.int32)
