@@ -24,6 +24,7 @@ from service.images.avif import decoded_pixels
 from service.images.formats import ImageFormat, unsupported
 from service.images.jpeg import essential_jpeg, is_plausible, read_jpeg
 from service.images.tiff import exif_orientation, read_tiff
+from service.images.tiff_fax import are_rows_plausible
 from service.images.tiff_jpeg import are_pieces_plausible
 from service.images.webp import tables_bytes, webp_chunks
 
@@ -241,7 +242,7 @@ def _read_tiff(data: bytes) -> Stored:
         tiff.piece_pixels,
         black,
         white,
-        is_plausible=are_pieces_plausible(data, tiff),
+        is_plausible=are_rows_plausible(tiff) and are_pieces_plausible(data, tiff),
         bytes_per_pixel=max(_TIFF_BYTES, jpeg_bytes),
     )
 

@@ -13,12 +13,27 @@ from dataclasses import dataclass
 from functools import partial
 
 from service.images.formats import unsupported
+from service.images.tiff_layouts import (
+    DEFLATE,
+    GROUP_3,
+    GROUP_4,
+    JPEG,
+    LZW,
+    NONE,
+    OLD_DEFLATE,
+    PACKBITS,
+    RLE,
+    ZSTD,
+    TiffLayout,
+    untrusted_layout,
+)
 
 # Tag numbers.
 _SUBFILE_TYPE, _WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC = 254, 256, 257, 258, 259, 262
-_STRIP_OFFSETS, _ORIENTATION, _SAMPLES, _STRIP_ROWS, _STRIP_BYTES, _COLOR_MAP = 273, 274, 277, 278, 279, 320
+_FILL_ORDER, _STRIP_OFFSETS, _ORIENTATION, _SAMPLES, _STRIP_ROWS, _STRIP_BYTES = 266, 273, 274, 277, 278, 279
+_PLANES, _PREDICTOR, _COLOR_MAP = 284, 317, 320
 _TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_BYTES, _SUB_DIRECTORIES = 322, 323, 324, 325, 330
-_JPEG_TABLES, _DNG_VERSION = 347, 50706
+_EXTRA_SAMPLES, _SAMPLE_FORMAT, _JPEG_TABLES, _SUBSAMPLING, _DNG_VERSION = 338, 339, 347, 530, 50706
 
 # Tags that pixels depend on, and the most values that each may have.
 _MAX_PIECES = 65_536  # strips or tiles; each costs a decoder some microseconds however small it is
@@ -28,32 +43,31 @@ _KEPT: dict[int, int] = {
     _BITS: 16,
     _COMPRESSION: 1,
     _PHOTOMETRIC: 1,
-    266: 1,  # fill order
+    _FILL_ORDER: 1,
     _STRIP_OFFSETS: _MAX_PIECES,
     _SAMPLES: 1,
     _STRIP_ROWS: 1,
     _STRIP_BYTES: _MAX_PIECES,
-    284: 1,  # planar configuration
+    _PLANES: 1,
     292: 1,  # options of fax compression
     293: 1,
-    317: 1,  # predictor
+    _PREDICTOR: 1,
     _COLOR_MAP: 3 * 256,
     _TILE_WIDTH: 1,
     _TILE_HEIGHT: 1,
     _TILE_OFFSETS: _MAX_PIECES,
     _TILE_BYTES: _MAX_PIECES,
-    338: 16,  # extra samples
-    339: 16,  # sample format
+    _EXTRA_SAMPLES: 16,
+    _SAMPLE_FORMAT: 16,
     _JPEG_TABLES: 65_536,
     529: 3,  # YCbCr: coefficients, subsampling, positioning, reference black and white
-    530: 2,
+    _SUBSAMPLING: 2,
     531: 1,
     532: 6,
 }
 
-# None, fax, LZW, JPEG, deflate, PackBits, zstd. Left out: old-style JPEG, and what few programs wrote.
-_COMPRESSIONS = {1, 2, 3, 4, 5, 7, 8, 32773, 32946, 50000}
-_JPEG = 7
+# Left out: old-style JPEG, and compressions that few programs write.
+_COMPRESSIONS = {NONE, RLE, GROUP_3, GROUP_4, LZW, JPEG, DEFLATE, PACKBITS, OLD_DEFLATE, ZSTD}
 
 _TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 16: 8}
 _INTEGERS = {1: "B", 3: "H", 4: "I", 16: "Q"}
@@ -127,6 +141,8 @@ class TiffHeader:
     samples: int  # per pixel
     bits: int  # per sample, of the first sample
     white_is_zero: bool
+    compression: int
+    num_data_bytes: int  # of all strips or tiles
     parts: tuple[bytes | memoryview, ...]  # joined: the file with its new directory
     jpegs: JpegPieces | None
 
@@ -167,18 +183,54 @@ def read_tiff(data: bytes) -> TiffHeader:
     kept = [entry for tag, entry in sorted(entries.items()) if tag in _KEPT]
     for entry in kept:
         _check(entry, data, layout)
+    samples = _sample_layout(data, layout, entries)
+    name = untrusted_layout(samples)
+    if name is not None:
+        raise unsupported(name)
+    if samples.num_samples == 1:  # of one plane, where Pillow takes it for another layout
+        kept = [entry for entry in kept if entry.tag != _PLANES]
     tile_pixels = scalar(_TILE_WIDTH, 1) * scalar(_TILE_HEIGHT, 1)
     return TiffHeader(
         width=scalar(_WIDTH, 0),
         height=scalar(_HEIGHT, 0),
         orientation=_valid_orientation(scalar(_ORIENTATION, 1)),
         piece_pixels=max(1, tile_pixels),
-        samples=scalar(_SAMPLES, 1),
-        bits=scalar(_BITS, 1),
-        white_is_zero=scalar(_PHOTOMETRIC, 0) == 0,
+        samples=samples.num_samples,
+        bits=samples.bits,
+        white_is_zero=samples.photometric == 0,
+        compression=compression,
+        num_data_bytes=_num_data_bytes(data, layout, entries),
         parts=_rewritten(data, layout, kept),
-        jpegs=_jpeg_pieces(data, layout, entries) if compression == _JPEG else None,
+        jpegs=_jpeg_pieces(data, layout, entries) if compression == JPEG else None,
     )
+
+
+def _sample_layout(data: bytes, layout: Layout, entries: Mapping[int, Entry]) -> TiffLayout:
+    """Raises `LookupError` for numbers of a type that only decoders read."""
+
+    def numbers(tag: int, *default: int) -> tuple[int, ...]:
+        return entries[tag].integers(data, layout) if tag in entries else default
+
+    scalar = partial(_scalar, entries, layout)
+    return TiffLayout(
+        bits=numbers(_BITS, 1)[0],
+        num_samples=scalar(_SAMPLES, 1),
+        photometric=scalar(_PHOTOMETRIC, 0),
+        extra=numbers(_EXTRA_SAMPLES),
+        compression=scalar(_COMPRESSION, 1),
+        is_big_endian=layout.order == ">",
+        is_planar=scalar(_PLANES, 1) == 2,
+        sample_format=numbers(_SAMPLE_FORMAT, 1)[0],
+        fill_order=scalar(_FILL_ORDER, 1),
+        predictor=scalar(_PREDICTOR, 1),
+        subsampling=numbers(_SUBSAMPLING, 2, 2),
+    )
+
+
+def _num_data_bytes(data: bytes, layout: Layout, entries: Mapping[int, Entry]) -> int:
+    """Where the sizes of strips or tiles are missing, those of the file."""
+    sizes = entries.get(_TILE_BYTES) or entries.get(_STRIP_BYTES)
+    return sum(min(size, len(data)) for size in sizes.integers(data, layout)) if sizes else len(data)
 
 
 def _scalar(entries: Mapping[int, Entry], layout: Layout, tag: int, default: int) -> int:
