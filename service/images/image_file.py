@@ -24,6 +24,7 @@ from service.errors import ApiError, BadRequest, TooLarge
 from service.images.containers import MAX_BYTES_PER_PIXEL, READERS, Stored
 from service.images.formats import ImageFormat, sniff, unsupported
 from service.images.jpeg import essential_jpeg
+from service.images.libtiff import silence_libtiff
 
 MAX_PIXELS_SUPPORTED = 178_956_970
 """Pillow refuses larger images unless its global settings are changed."""
@@ -37,6 +38,8 @@ _NAMES = {"WEBP": "WebP"}
 _STRIP_PIXELS = 1 << 18
 
 Array = npt.NDArray[np.uint8]
+
+silence_libtiff()
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 import struct
 import zlib
-from typing import Literal
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,6 +15,7 @@ from service.errors import ApiError, BadRequest
 from service.images.containers import READERS
 from service.images.image_file import ImageLimits, read_header
 from tests.support.app import Service
+from tests.support.broken_files import SEEDS, mutated
 from tests.support.image_files import chunk, save, small_tiff, tiff
 from tests.support.measuring import measure
 
@@ -26,49 +25,6 @@ MAX_SECONDS = 2.0
 # At the peak, over what was there before and the data that came in.
 MAX_SMALL_BYTES = 64 << 20
 BYTES_PER_PIXEL = 12
-
-
-def seeds() -> dict[str, bytes]:
-    """Small files of every format and of the variants that take other paths through the decoders."""
-    rgb = np.random.default_rng(1).integers(0, 255, (6, 8, 3), np.uint8)
-    image = Image.fromarray(rgb).resize((40, 28), Image.Resampling.BICUBIC)
-    rgba = image.convert("RGBA")
-    rgba.putalpha(image.convert("L"))
-    exif = Image.Exif()
-    exif[0x0112], exif[0x010F] = 6, "a maker with a name"
-    few = image.quantize(12)
-    sixteen = Image.fromarray(np.asarray(image.convert("L"), np.uint16) * 257)
-    files = {
-        "jpeg": save(image, "JPEG", exif=exif),
-        "jpeg-progressive": save(image, "JPEG", progressive=True),
-        "jpeg-gray": save(image.convert("L"), "JPEG", restart_marker_rows=1),
-        "jpeg-cmyk": save(image.convert("CMYK"), "JPEG"),
-        "png": save(image, "PNG", exif=exif),
-        "png-rgba": save(rgba, "PNG"),
-        "png-palette": save(few, "PNG", transparency=bytes(range(12))),
-        "png-16": save(sixteen, "PNG"),
-        "apng": save(image, "PNG", save_all=True, append_images=[image.rotate(90)]),
-        "gif": save(few, "GIF", transparency=3, comment=b"hello"),
-        "gif-animated": save(image, "GIF", save_all=True, append_images=[image.rotate(90)], disposal=2),
-        "bmp": save(image, "BMP"),
-        "bmp-palette": save(few, "BMP"),
-        "webp": save(image, "WEBP", exif=exif),
-        "webp-lossless": save(rgba, "WEBP", lossless=True),
-        "webp-animated": save(image, "WEBP", save_all=True, append_images=[image.rotate(90)]),
-        "avif": save(image, "AVIF", exif=exif),
-        "avif-rgba": save(rgba, "AVIF"),
-        "tiff": save(image, "TIFF", exif=exif),
-        "tiff-16": save(sixteen, "TIFF"),
-        "tiff-big": save(image, "TIFF", big_tiff=True),
-        "tiff-pages": save(few, "TIFF", save_all=True, append_images=[image.rotate(90)]),
-    }
-    for compression in ("tiff_lzw", "tiff_adobe_deflate", "packbits", "jpeg", "zstd"):
-        files[f"tiff-{compression}"] = save(image, "TIFF", compression=compression)
-    files["tiff-group4"] = save(image.convert("1"), "TIFF", compression="group4")
-    return files
-
-
-SEEDS = seeds()
 
 
 def outcome(data: bytes, limits: ImageLimits = LIMITS) -> tuple[int, str]:
@@ -100,37 +56,6 @@ def attempt(data: bytes, limits: ImageLimits) -> tuple[int, str, int]:
     assert refusal.status in (400, 413, 415)
     assert not any(word in refusal.message for word in ("0x", "PIL", "/", "<", "Error"))
     return refusal.status, refusal.code, num_pixels
-
-
-def mutated(data: bytes, rng: random.Random) -> bytes:
-    """A truncation, changed bytes or bits, swapped or repeated blocks, an extreme number, or noise put in."""
-    out = bytearray(data)
-    kind = rng.randrange(7)
-    at = rng.randrange(len(out))
-    if kind == 0:
-        return bytes(out[:at])
-    if kind == 1:
-        for _ in range(rng.choice((1, 1, 2, 4, 16))):
-            out[rng.randrange(len(out))] = rng.choice((0, 1, 0x7F, 0x80, 0xFF, rng.randrange(256)))
-    elif kind == 2:
-        out[at] ^= 1 << rng.randrange(8)
-    elif kind == 3:
-        size = rng.randrange(1, 2 + len(out) // 4)
-        other = rng.randrange(len(out))
-        block = out[at : at + size]
-        out[at : at + size] = out[other : other + size]
-        out[other : other + len(block)] = block
-    elif kind == 4:
-        size = rng.choice((2, 4))
-        number = rng.choice((0, 1, 2 ** (8 * size - 1) - 1, 2 ** (8 * size) - 1, len(out), 65_535, 4000))
-        order: Literal["big", "little"] = rng.choice(("big", "little"))
-        at = rng.randrange(min(len(out), rng.choice((40, 400, 1 << 20))))
-        out[at : at + size] = number.to_bytes(size, order)
-    elif kind == 5:
-        out[at:at] = rng.randbytes(rng.choice((1, 2, 8, 100)))
-    else:
-        out[at:at] = out[at : at + rng.randrange(1, 64)] * rng.choice((1, 10, 200))
-    return bytes(out)
 
 
 @pytest.mark.parametrize("name", SEEDS)
