@@ -69,6 +69,8 @@ _SIZES = struct.Struct("<HHHH")
 
 def _read_jpeg(data: bytes) -> Stored:
     jpeg = read_jpeg(data)
+    if jpeg.unserved_kind is not None:
+        raise unsupported(jpeg.unserved_kind)
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
         is_plain = colorspace in ("YCbCr", "RGB", "Gray")

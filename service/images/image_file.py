@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from PIL import Image, UnidentifiedImageError
 from service.errors import ApiError, BadRequest, TooLarge
 from service.images.containers import MAX_BYTES_PER_PIXEL, READERS, Stored
 from service.images.formats import ImageFormat, sniff, unsupported
-from service.images.jpeg import essential_jpeg
+from service.images.jpeg import END, essential_jpeg, is_only_end_missing
 from service.images.libtiff import silence_libtiff
 
 MAX_PIXELS_SUPPORTED = 178_956_970
@@ -163,15 +163,25 @@ def _check_pixels(stored: Stored, max_pixels: int) -> None:
         )
 
 
-def _decode_jpeg(stored: Stored) -> npt.NDArray[np.uint8]:
+def _decode_jpeg(stored: Stored) -> Array:
+    """simplejpeg raises for anything unusual. Then Pillow decides, which only raises if the data end too early."""
     (data,) = stored.parts
     if stored.is_plain_jpeg:
-        try:
-            rgb: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB")
-            return rgb
-        except ValueError:  # strict: perhaps no more than a warning; Pillow decides
-            pass
-    return _rgb(_load("JPEG", b"".join(essential_jpeg(bytes(data))), stored), stored)
+        with suppress(ValueError):
+            return _decode_simplejpeg(data, "RGB")
+    jpeg = b"".join(essential_jpeg(bytes(data)))
+    if is_only_end_missing(jpeg):
+        with suppress(ValueError):
+            pixels = _decode_simplejpeg(jpeg + END, "RGB" if stored.is_plain_jpeg else "CMYK")
+            if stored.is_plain_jpeg:
+                return pixels
+            jpeg += END  # no pixel is missing, and Pillow knows how to make RGB of CMYK
+    return _rgb(_load("JPEG", jpeg, stored), stored)
+
+
+def _decode_simplejpeg(data: bytes | memoryview, colorspace: str) -> Array:
+    pixels: Array = simplejpeg.decode_jpeg(data, colorspace)
+    return pixels
 
 
 def _decode_pillow(format_: ImageFormat, stored: Stored) -> npt.NDArray[np.uint8]:
