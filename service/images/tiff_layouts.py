@@ -30,6 +30,7 @@ _COLOR_NAMES = {
     8: "Lab",
 }
 
+_MAX_SAMPLES = 6  # Pillow refuses more, but logs each time that it does
 _SIGNED = 2  # sample format
 _ALPHA, _COREL_ALPHA = 2, 999  # meanings of an extra sample
 
@@ -59,6 +60,8 @@ class TiffLayout:
 
 def untrusted_layout(layout: TiffLayout) -> str | None:
     """The name of a layout that is not decoded right; `None` if it is, or if Pillow refuses it."""
+    if layout.num_samples > _MAX_SAMPLES:
+        return f"TIFF with {layout.num_samples:,} samples per pixel"
     if layout.is_planar and layout.num_samples > 1 and not _is_planar_trusted(layout):
         return f"TIFF with separate planes ({layout.description})"
     if layout.sample_format == _SIGNED and not _is_signed_trusted(layout):

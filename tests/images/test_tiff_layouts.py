@@ -231,6 +231,12 @@ def test_a_refused_layout_is_named() -> None:
         read_header(tiff_of(samples(layout), layout), LIMITS)
 
 
+def test_many_samples_are_refused_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    layout = TiffLayout(8, RGB, (0,) * 4)
+    assert not is_right(tiff_of(samples(layout), layout), np.zeros(3))
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("bits", [1, 2, 4, 12])
 def test_differences_of_samples_that_are_no_bytes_are_refused(bits: int) -> None:
     layout = TiffLayout(bits, BLACK_IS_ZERO, compression=DEFLATE)
