@@ -164,7 +164,7 @@ def _check_pixels(stored: Stored, max_pixels: int) -> None:
 
 
 def _decode_jpeg(stored: Stored) -> Array:
-    """simplejpeg raises for anything unusual. Then Pillow decides, which only raises if the data end too early."""
+    """Raises if the data end too early. Pillow decodes what simplejpeg, which is strict, refuses."""
     (data,) = stored.parts
     if stored.is_plain_jpeg:
         with suppress(ValueError):

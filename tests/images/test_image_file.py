@@ -372,10 +372,6 @@ def test_empty_and_foreign_bytes() -> None:
         assert refusal(data)[:2] == (400, "invalid_image")
 
 
-ICO = save(Image.new("RGB", (16, 16)), "ICO")
-JPEG2000 = save(Image.new("RGB", (16, 16)), "JPEG2000")
-
-
 @pytest.mark.parametrize(
     ("data", "name"),
     [
@@ -389,30 +385,21 @@ JPEG2000 = save(Image.new("RGB", (16, 16)), "JPEG2000")
         (zlib.compress(b"hello", wbits=31), "gzip"),
         (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64), "HEIC"),
         (b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic" + bytes(64), "HEIC"),
-        (b"\0\0\0\x18ftypcrx \0\0\0\1crx isom" + bytes(64), "camera raw"),
         (b"\0\0\0\x18ftypisom\0\0\0\1isommp41" + bytes(64), "MP4"),
         (b"\0\0\0\x14ftypqt  \0\0\0\1qt  " + bytes(64), "QuickTime"),
         (b"\x1a\x45\xdf\xa3" + bytes(64), "WebM"),
         (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(64), "JPEG XL"),
         (b"\xff\x0a" + bytes(64), "JPEG XL"),
-        (JPEG2000, "JPEG 2000"),
-        (ICO, "icon"),
-        (ICO.replace(b"\0\0\1\0", b"\0\0\2\0", 1), "cursor"),
-        (save(Image.new("RGB", (16, 16)), "TGA"), "TGA"),
-        (save(Image.new("RGB", (16, 16)), "TGA", compression="tga_rle"), "TGA"),
         (b"%PDF-1.7\n", "PDF"),
-        (b"%!PS-Adobe-3.0", "PostScript"),
-        (b"MZ" + bytes(128), "Windows executable"),
-        (b"\x7fELF" + bytes(64), "ELF"),
         (b"PK\3\4" + bytes(64), "ZIP"),
-        (b"8BPS" + bytes(64), "Photoshop"),
-        (b"\x76\x2f\x31\x01" + bytes(64), "OpenEXR"),
-        (b"DDS " + bytes(64), "DDS"),
+        (b"Rar!\x1a\7\1\0", "RAR"),
+        (b"7z\xbc\xaf\x27\x1c" + bytes(64), "7-Zip"),
+        (bytes(257) + b"ustar\x0000", "tar"),
+        (b"RIFF\xff\0\0\0AVI LIST", "AVI"),
+        (b"\0\0\1\xba" + bytes(64), "MPEG"),
         (b"<!doctype html><html>", "HTML"),
         (b"<!DOCTYPE html>\n<html><body><svg width='1'></svg>", "HTML"),
         (b'{"images": []}', "JSON"),
-        (b"P6\n4 4\n255\n" + bytes(48), "Netpbm"),
-        (b"qoif" + bytes(64), "QOI"),
         (b"II*\0\x10\0\0\0CR\2\0" + bytes(64), "camera raw"),
         (b"data:image/png;base64,iVBORw0KGgo=", "data: URI"),
         (tiff(2, 2, bytes(4), {258: (8,), 262: (1,), 50706: (1,)}), "camera raw"),
@@ -428,6 +415,13 @@ def test_what_is_known_but_not_served_is_named(data: bytes, name: str) -> None:
     status, code, message = refusal(data)
     assert (status, code) == (415, "unsupported_image_format")
     assert name in message
+    assert SERVED_FORMATS in message
+
+
+@pytest.mark.parametrize("format_", ["ICO", "JPEG2000", "TGA", "PPM", "PCX", "SGI"])
+def test_images_of_rare_formats_are_refused(format_: str) -> None:
+    status, code, message = refusal(save(Image.new("RGB", (16, 16)), format_))
+    assert (status, code) == (400, "invalid_image")
     assert SERVED_FORMATS in message
 
 
