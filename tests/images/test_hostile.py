@@ -7,8 +7,6 @@ import struct
 import zlib
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
 
 from service.errors import ApiError, BadRequest
@@ -68,19 +66,13 @@ def test_every_seed_decodes_and_no_truncation_passes_as_another_error(name: str)
 
 
 @pytest.mark.parametrize("name", SEEDS)
-@settings(
-    max_examples=250,
-    deadline=None,
-    derandomize=True,
-    database=None,
-)
-@given(seed=st.integers(0, 2**32))
-def test_mutations_give_an_image_or_a_refusal(name: str, seed: int) -> None:
-    rng = random.Random(seed)
-    data = mutated(SEEDS[name], rng)
-    if seed % 3 == 0:
-        data = mutated(data or b"\0", rng)
-    outcome(data, FUZZ_LIMITS)
+def test_mutations_give_an_image_or_a_refusal(name: str) -> None:
+    for index in range(250):
+        rng = random.Random(f"{name} {index}")
+        data = mutated(SEEDS[name], rng)
+        if index % 3 == 0:
+            data = mutated(data or b"\0", rng)
+        outcome(data, FUZZ_LIMITS)
 
 
 @pytest.mark.parametrize("name", SEEDS)
