@@ -31,7 +31,7 @@ from service.http.caller import watch
 from service.http.context import RequestContext, context_of
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageLimits
-from service.images.preparation import Preparation, Preparer
+from service.images.preparation import Preparation, PreparationResources
 from service.intake.body import announced_bytes, read_embed_body, read_openai_body, takes_options
 from service.intake.byte_budget import ByteBudget, Permit
 from service.intake.content_type import ContentType, parse_content_type
@@ -81,7 +81,7 @@ class Pipeline:
         self._fetcher = fetcher
         self._model_name = settings.served_name
         self._timeout_s = settings.request_timeout_s
-        self._preparer = Preparer(
+        self._preparation = PreparationResources(
             batcher,
             decoders,
             limits,
@@ -202,7 +202,7 @@ class Pipeline:
         with watch(request.receive, lambda: self._batcher.leave(ticket)):
             files = await self._fetch(images, context, permit)
             started = time.perf_counter()
-            preparation = Preparation(self._preparer, files, options, ticket, self._source.encoder)
+            preparation = Preparation(self._preparation, files, options, ticket, self._source.encoder)
             del files
             try:
                 preparation.start()
