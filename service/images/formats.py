@@ -27,7 +27,7 @@ _SERVED: tuple[tuple[bytes, ImageFormat], ...] = (
     (b"MM\0*", "TIFF"),
 )
 
-# (offset, signature, name) of what people send by mistake. The first that matches names the data.
+# (offset, signature, name) of files that people send by mistake. The first match names the data.
 _NOT_SERVED: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
     (0, b"\xff\x0a", "JPEG XL"),

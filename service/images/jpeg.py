@@ -116,7 +116,7 @@ def essential_jpeg(data: bytes) -> tuple[bytes | memoryview, ...]:
 def is_only_end_missing(data: bytes) -> bool:
     """Whether the end marker is missing, but no scan. Only decoding tells whether the last scan is whole.
 
-    False for arithmetic coding, where a decoder takes zeros for what is missing, without an error.
+    False for arithmetic coding, where a decoder takes zeros for missing data, without an error.
     """
     header = read_jpeg(data)
     if not header.is_huffman:

@@ -1,8 +1,8 @@
-"""Image file directories: the orientation in EXIF data, and TIFF files cut down to what their pixels need.
+"""Image file directories: the orientation in EXIF data, and TIFF files reduced to what pixels depend on.
 
-A TIFF may hold any number of tags of any size, and decoders read more of them than pixels depend on. So a
-decoder here gets a directory written anew, with few tags of checked sizes, in front of the same data.
-Source of tags and layouts: TIFF 6.0, and the BigTIFF proposal. Knows nothing of pixels or limits.
+A TIFF may have any number of tags of any size, and decoders read more tags than the pixels depend on. So the
+decoder gets a new directory, with few tags of checked sizes, for the same data. Source of tags and layouts:
+TIFF 6.0 and the BigTIFF proposal. Knows nothing of pixels or limits.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _PLANES, _PREDICTOR, _COLOR_MAP = 284, 317, 320
 _TILE_WIDTH, _TILE_HEIGHT, _TILE_OFFSETS, _TILE_BYTES, _SUB_DIRECTORIES = 322, 323, 324, 325, 330
 _EXTRA_SAMPLES, _SAMPLE_FORMAT, _JPEG_TABLES, _SUBSAMPLING, _DNG_VERSION = 338, 339, 347, 530, 50706
 
-# Tags that pixels depend on, and the most values that each may have.
-_MAX_PIECES = 65_536  # strips or tiles; each costs a decoder some microseconds however small it is
+# Tags that pixels depend on, and the largest number of values of each.
+_MAX_PIECES = 65_536  # strips or tiles; even a small one takes a decoder some microseconds
 _KEPT: dict[int, int] = {
     _WIDTH: 1,
     _HEIGHT: 1,
@@ -75,14 +75,14 @@ _INTEGERS = {1: "B", 3: "H", 4: "I", 16: "Q"}
 
 @dataclass(frozen=True)
 class Layout:
-    """How numbers stand in a file: byte order, and 32 or 64 bits wide."""
+    """How numbers are written in a file."""
 
     order: str  # "<" or ">"
-    is_big: bool
+    is_big: bool  # BigTIFF, with numbers of 64 bits
 
     @property
     def entry(self) -> struct.Struct:
-        """tag, type, number of values, the values themselves or their offset"""
+        """Tag, type, number of values, and the values or their offset."""
         return struct.Struct(self.order + ("HHQ8s" if self.is_big else "HHI4s"))
 
     @property
@@ -106,7 +106,7 @@ class Entry:
         return self.count * _TYPE_BYTES.get(self.type, 0)
 
     def integer(self, order: str, default: int) -> int:
-        """The first of the values, where they are integers and stand in the entry itself."""
+        """The first value, if the values are integers in the entry itself; else `default`."""
         code = _INTEGERS.get(self.type)
         if code is None or not self.count or self.num_bytes > len(self.value):
             return default
@@ -114,7 +114,7 @@ class Entry:
         return number
 
     def integers(self, data: bytes, layout: Layout) -> tuple[int, ...]:
-        """All of the values, wherever they stand."""
+        """All values, in the entry or outside it. Raises `LookupError` if they are not integers."""
         body, at = self.value, 0
         if self.num_bytes > len(body):
             body, at = data, layout.offset.unpack(self.value)[0]
@@ -148,7 +148,7 @@ class TiffHeader:
 
 
 def exif_orientation(exif: bytes) -> int:
-    """The orientation, 1 to 8, in EXIF data with or without its prefix; 1 if there is none to be found."""
+    """The orientation, 1 to 8, in EXIF data with or without their prefix; 1 if there is none."""
     start = 6 if exif.startswith(b"Exif\0\0") else 0
     order = {b"II": "<", b"MM": ">"}.get(exif[start : start + 2])
     if order is None or len(exif) < start + 10:
@@ -169,8 +169,8 @@ def _valid_orientation(number: int) -> int:
 
 
 def read_tiff(data: bytes) -> TiffHeader:
-    """Reads the first directory. Raises `ValueError`, `LookupError` or `struct.error` if it is broken,
-    `UnsupportedMedia` if it is of a kind that is not served."""
+    """Reads the first directory. Raises `ValueError`, `LookupError` or `struct.error` if it is broken, and
+    `UnsupportedMedia` if the kind of file is not served."""
     layout = Layout("<" if data[:2] == b"II" else ">", is_big=b"+" in data[2:4])
     entries = _read_entries(data, layout)
     scalar = partial(_scalar, entries, layout)
@@ -187,7 +187,7 @@ def read_tiff(data: bytes) -> TiffHeader:
     name = untrusted_layout(samples)
     if name is not None:
         raise unsupported(name)
-    if samples.num_samples == 1:  # of one plane, where Pillow takes it for another layout
+    if samples.num_samples == 1:  # a single plane, which Pillow decodes wrongly if the tag is there
         kept = [entry for entry in kept if entry.tag != _PLANES]
     tile_pixels = scalar(_TILE_WIDTH, 1) * scalar(_TILE_HEIGHT, 1)
     return TiffHeader(
@@ -206,7 +206,7 @@ def read_tiff(data: bytes) -> TiffHeader:
 
 
 def _sample_layout(data: bytes, layout: Layout, entries: Mapping[int, Entry]) -> TiffLayout:
-    """Raises `LookupError` for numbers of a type that only decoders read."""
+    """Raises `LookupError` for values that are not integers."""
 
     def numbers(tag: int, *default: int) -> tuple[int, ...]:
         return entries[tag].integers(data, layout) if tag in entries else default
@@ -228,7 +228,7 @@ def _sample_layout(data: bytes, layout: Layout, entries: Mapping[int, Entry]) ->
 
 
 def _num_data_bytes(data: bytes, layout: Layout, entries: Mapping[int, Entry]) -> int:
-    """Where the sizes of strips or tiles are missing, those of the file."""
+    """The size of all strips or tiles; without their sizes, the size of the file."""
     sizes = entries.get(_TILE_BYTES) or entries.get(_STRIP_BYTES)
     return sum(min(size, len(data)) for size in sizes.integers(data, layout)) if sizes else len(data)
 
@@ -238,7 +238,7 @@ def _scalar(entries: Mapping[int, Entry], layout: Layout, tag: int, default: int
 
 
 def _jpeg_pieces(data: bytes, layout: Layout, entries: dict[int, Entry]) -> JpegPieces:
-    """Raises `ValueError` or `LookupError` where it could be doubted what a decoder takes for a piece."""
+    """Raises `ValueError` or `LookupError` if a decoder might take other bytes for a piece."""
     scalar = partial(_scalar, entries, layout)
     is_tiled = _TILE_OFFSETS in entries or _TILE_BYTES in entries
     if is_tiled and (_STRIP_OFFSETS in entries or _STRIP_BYTES in entries):
@@ -272,7 +272,7 @@ def _check(entry: Entry, data: bytes, layout: Layout) -> None:
         raise ValueError(f"tag {entry.tag} has type {entry.type} and {entry.count} values")
     is_outside = entry.num_bytes > len(entry.value)
     if _KEPT[entry.tag] == 1 and (is_outside or entry.type not in _INTEGERS):
-        # A decoder would read what is read as absent here.
+        # A decoder would read a value that `_scalar` takes for absent.
         raise ValueError(f"tag {entry.tag} has type {entry.type}")
     if is_outside:
         (offset,) = layout.offset.unpack(entry.value)

@@ -1,4 +1,4 @@
-"""Image files for tests: saved by Pillow, or written by hand where Pillow would not write them."""
+"""Image files for tests: saved by Pillow, or written by hand if Pillow cannot write them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def small_tiff(tags: Mapping[int, tuple[int, int, bytes]], data: bytes = b"") ->
 
 @dataclass(frozen=True)
 class TiffLayout:
-    """How the samples of a TIFF stand in the file, and what they mean."""
+    """The order, the encoding and the meaning of the samples of a TIFF."""
 
     bits: int  # per sample
     photometric: int
