@@ -31,7 +31,7 @@ from service.http.caller import watch_caller
 from service.http.context import RequestContext, context_of
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageLimits
-from service.images.preparation import Preparation, Preparer
+from service.images.preparation import Preparation, PreparationResources
 from service.intake.byte_budget import ByteBudget, Permit
 from service.intake.embed_body import BodyLimits, Images
 from service.intake.intake import Intake, embed_intake, openai_intake
@@ -80,7 +80,7 @@ class Pipeline:
         self._fetcher = fetcher
         self._model_name = settings.served_name
         self._timeout_s = settings.request_timeout_s
-        self._preparer = Preparer(
+        self._preparation_resources = PreparationResources(
             batcher,
             decoders,
             limits,
@@ -154,7 +154,7 @@ class Pipeline:
     ) -> tuple[Sequence[ImageFacts], Sequence[torch.Tensor]]:
         """Has the files decoded, queued and encoded, and waits for their embeddings."""
         started_at = time.perf_counter()
-        preparation = Preparation(self._preparer, files, options, ticket, self._source.encoder)
+        preparation = Preparation(self._preparation_resources, files, options, ticket, self._source.encoder)
         try:
             preparation.start()
             embeddings = await ticket.embeddings()

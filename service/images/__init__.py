@@ -1,5 +1,5 @@
-"""The bytes of an image file become RGB pixels, upright, within limits, and then patches in the queue.
+"""Turns the bytes of image files into upright RGB pixels, within limits, and those into patches in the queue.
 
-It hands on one array [height, width, 3] for each image, preprocessed into patches.
+It hands on the patches of each image, made from an array [height, width, 3].
 It knows nothing of HTTP or of batches.
 """

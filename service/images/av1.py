@@ -1,6 +1,6 @@
-"""How large the frames in some AV1 data may be, from the headers in it alone.
+"""The largest size that the frames in AV1 data may have, from their headers.
 
-Follows the AV1 specification, 5.5 and 5.9, as far as the sizes. Knows nothing of files or limits. Raises
+Follows the AV1 specification, 5.5 and 5.9, up to the sizes. Knows nothing of files or limits. Raises
 `ValueError` for broken data.
 """
 
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _SEQUENCE, _FRAME_HEADER, _FRAME = 1, 3, 6
-_MAX_FRAMES = 4  # a layered image has as many; each may stay in memory for the next ones
-_MAX_UNITS = 4096  # in real images a few, with tile groups some dozens
+_MAX_FRAMES = 4  # of a layered image; each frame may stay in memory for the following frames
+_MAX_UNITS = 4096  # real images have a few, with tile groups some dozens
 _MAX_HEADER_BYTES = 1024
 _KEY_FRAME, _SWITCH_FRAME = 0, 3
 _SELECTED_BY_FRAME = 2
@@ -28,7 +28,7 @@ class _Bits:
         return self._number >> self._num_left & (1 << count) - 1
 
     def skip_variable(self) -> None:
-        """As many bits again as there are zeros before the first one."""
+        """Skips a number of variable length: some zeros, a one, and as many bits as there were zeros."""
         num_zeros = 0
         while not self.take(1):
             num_zeros += 1
@@ -38,22 +38,22 @@ class _Bits:
 @dataclass(frozen=True)
 class _Timing:
     delay_bits: int = 0  # 0: no decoder model
-    time_bits: int = 0  # of a frame's time of presentation, if frames have one
+    time_bits: int = 0  # of the presentation time of a frame; 0: frames have none
 
 
 @dataclass(frozen=True)
 class _Sequence:
     max_pixels: int  # of frames without a size of their own
-    max_own_pixels: int  # of those with one: all that its bits can say
-    is_still: bool  # with reduced headers, so without sizes of their own
+    max_own_pixels: int  # of frames with a size of their own: the largest that its bits can hold
+    is_still: bool  # a still picture with reduced headers, whose frames have no size of their own
     time_bits: int
     id_bits: int
-    screen_content: int  # 0, 1 or left to each frame
+    screen_content: int  # 0, 1 or selected by each frame
     integer_vectors: int
 
 
 def max_frame_pixels(data: bytes) -> int:
-    """The pixels of the largest frame, at most."""
+    """The most pixels that the largest frame may have."""
     sequence: _Sequence | None = None
     num_frames, most = 0, 0
     for kind, start, end in _units(data):
@@ -67,12 +67,12 @@ def max_frame_pixels(data: bytes) -> int:
             has_own_size = not sequence.is_still and _has_own_size(_Bits(header), sequence)
             most = max(most, sequence.max_own_pixels if has_own_size else sequence.max_pixels)
     if not 0 < num_frames <= _MAX_FRAMES:
-        raise ValueError("no frame, or too many")
+        raise ValueError("no frame, or too many frames")
     return most
 
 
 def _units(data: bytes) -> list[tuple[int, int, int]]:
-    """(type, start, end) of the open bitstream units."""
+    """(type, start, end) of each open bitstream unit."""
     units: list[tuple[int, int, int]] = []
     at = 0
     while at < len(data):
@@ -118,7 +118,7 @@ def _read_sequence(bits: _Bits) -> _Sequence:
     if not is_still:
         bits.take(7)  # large blocks, two kinds of filters, four kinds of prediction
         if bits.take(1):
-            bits.take(2)  # what depends on the order of frames
+            bits.take(2)  # tools that depend on the order of frames
         screen_content = _choice(bits)
         integer_vectors = _choice(bits) if screen_content else _SELECTED_BY_FRAME
     own = 1 << width_bits + height_bits
@@ -157,7 +157,7 @@ def _skip_operating_points(bits: _Bits, timing: _Timing) -> None:
 
 
 def _has_own_size(bits: _Bits, sequence: _Sequence) -> bool:
-    if bits.take(1):  # one of before is shown again
+    if bits.take(1):  # an earlier frame is shown again
         return False
     kind, is_shown = bits.take(2), bits.take(1)
     if is_shown:

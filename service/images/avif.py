@@ -1,6 +1,6 @@
-"""Where the AV1 data of an AVIF file are, and how many pixels a decoder makes room for.
+"""Finds the AV1 data of an AVIF file, and the number of pixels that a decoder allocates.
 
-The size that such a file announces need not be that of its frames: a decoder scales those. Follows ISO
+The frames may be larger than the size that the file announces, because a decoder scales them. Follows ISO
 14496-12 (boxes) and 23008-12 (items). Knows nothing of limits or pixels. Raises any `Exception` for broken
 data.
 """
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from service.images.av1 import max_frame_pixels
 
 _MAX_BOXES = 65_536  # in one box; also items, and extents of all of them
-_MAX_TRACKS = 16  # of colours, alpha, sound; all may share one large sample
+_MAX_TRACKS = 16  # colours, alpha, sound; all tracks may share one large sample
 _CODED, _GRID = (int.from_bytes(kind, "big") for kind in (b"av01", b"grid"))
 _TO_SAMPLES = (b"mdia", b"minf", b"stbl")
 _UNIQUE = {
@@ -33,7 +33,7 @@ _UNIQUE = {
 
 
 def decoded_pixels(data: bytes) -> int:
-    """Those of the largest frame, or of all frames of the largest grid."""
+    """The pixels of the largest frame, or of all frames of the largest grid."""
     top = _Box(data, 0, len(data)).children()
     most = 0
     if b"meta" in top:
@@ -50,7 +50,7 @@ def decoded_pixels(data: bytes) -> int:
 
 @dataclass(frozen=True)
 class _Box:
-    """What is in a box; numbers are read relative to its start."""
+    """The content of a box."""
 
     data: bytes
     start: int
@@ -75,11 +75,11 @@ class _Box:
         raise ValueError("too many boxes")
 
     def children(self) -> dict[bytes, _Box]:
-        """Of each kind the only one. Two would leave in doubt which of them a decoder takes."""
+        """The boxes inside, by kind. Raises `ValueError` if there are two boxes where a decoder takes one."""
         found: dict[bytes, _Box] = {}
         for kind, box in self.boxes():
             if kind in found and kind in _UNIQUE:
-                raise ValueError("a box that is there twice")
+                raise ValueError("a box is there twice")
             found[kind] = box
         return found
 
@@ -91,7 +91,7 @@ class _Box:
 
 
 class _Numbers:
-    """Read one after the other."""
+    """Numbers that are read one after the other."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -136,7 +136,7 @@ def _item_kinds(iinf: _Box) -> dict[int, set[int]]:
 
 
 def _grids(iref: _Box, grids: set[int]) -> list[list[int]]:
-    """The cells of each."""
+    """The cells of each grid."""
     width = 4 if iref.numbers().version() else 2
     found = []
     for box in iref.after(4).all_of(b"dimg"):
@@ -172,7 +172,7 @@ def _places(meta: dict[bytes, _Box]) -> dict[int, _Extents]:
 
 
 def _track_pixels(data: bytes, track: _Box) -> int:
-    """Of its first sample, if it is one of AV1."""
+    """The pixels of the first sample of a track; 0 if the track is not AV1."""
     box = track
     for kind in _TO_SAMPLES:
         box = box.children()[kind]

@@ -1,10 +1,9 @@
-"""What image files say of themselves before any pixel is decoded: size, orientation, which bytes matter.
+"""Reads image files without decoding pixels: size, orientation, and the bytes that the pixels depend on.
 
-Decoders written for trusted files spend time and memory on whatever else a file carries: text that
-inflates a thousandfold, millions of tiny chunks, further frames. So each reader here walks its container
-once, in bounded time, and keeps only the parts that the pixels of the first image depend on.
-Knows nothing of limits or pixels. Readers raise any `Exception` for broken data; the caller makes one
-error of it.
+Decoders are written for trusted files, and spend time and memory on everything else in a file: text that
+inflates a thousandfold, millions of tiny chunks, further frames. So each reader here reads the container
+once, in bounded time, and keeps only the parts that the pixels of the first image depend on. Knows nothing of
+limits or pixels. Readers raise any `Exception` for broken data; the caller turns it into one error.
 """
 
 from __future__ import annotations
@@ -24,16 +23,17 @@ from service.images.avif import decoded_pixels
 from service.images.formats import ImageFormat, unsupported
 from service.images.jpeg import essential_jpeg, is_plausible, read_jpeg
 from service.images.tiff import exif_orientation, read_tiff
+from service.images.tiff_fax import are_rows_plausible
 from service.images.tiff_jpeg import are_pieces_plausible
 from service.images.webp import tables_bytes, webp_chunks
 
 _MAX_CHUNKS = 65_536  # real files have hundreds, rarely thousands
-# Chunks of a PNG that Pillow reads, each in Python: at most so many, and one for so many bytes of the file.
+# Pillow reads some chunks of a PNG in Python. A file may have this many, and one more for this many bytes.
 _MIN_PNG_CHUNKS, _BYTES_PER_PNG_CHUNK = 4096, 512
-_MAX_PREAMBLE_BYTES = 1 << 20  # of a GIF, up to its first image
+_MAX_PREAMBLE_BYTES = 1 << 20  # of a GIF, before its first image
 
-# What decoding takes at its peak, where it is more than usual. Measured, but for an AVIF of more than 8 bits.
-_MANY_SCANS_BYTES = 13  # a JPEG's coefficients as well, 2 for each component
+# Bytes per pixel at the peak of decoding, for unusual formats. Measured, except for AVIF of more than 8 bits.
+_MANY_SCANS_BYTES = 13  # also the coefficients of a JPEG, 2 for each component
 _WEBP_BYTES = 17  # two canvases, and the frame
 _AVIF_BYTES = 22  # planes of 16 bits with and without film grain, and the frame
 _TIFF_BYTES = 13  # one strip of 16-bit colours and alpha
@@ -50,14 +50,14 @@ class Stored:
     height: int
     parts: Parts  # joined: a file with the same pixels, for Pillow
     orientation: int = 1  # as in EXIF, 1 to 8
-    piece_pixels: int = 1  # that a decoder holds at once, perhaps more than the image has
+    piece_pixels: int = 1  # of a part that is decoded at once, perhaps more than the image has
     black: int = 0  # range of gray values of more than 8 bits
     white: int = 65_535
     frame: tuple[int, int, int, int] | None = None  # x, y, width, height of the pixels, if not all
-    is_plain_jpeg: bool = False  # one that simplejpeg decodes
-    is_plausible: bool = True  # or else not worth decoding
-    bytes_per_pixel: int = 8  # that decoding takes at its peak: Pillow's image has 4, the RGB array 3
-    extra_bytes: int = 0  # that it takes whatever the number of pixels
+    is_plain_jpeg: bool = False  # simplejpeg decodes it
+    is_plausible: bool = True  # False: it cannot be a whole image, and is not decoded
+    bytes_per_pixel: int = 8  # at the peak of decoding: Pillow's image has 4, the RGB array 3
+    extra_bytes: int = 0  # at the peak of decoding, whatever the number of pixels
 
 
 _CHUNK = struct.Struct(">I4s")
@@ -68,6 +68,8 @@ _SIZES = struct.Struct("<HHHH")
 
 def _read_jpeg(data: bytes) -> Stored:
     jpeg = read_jpeg(data)
+    if jpeg.unserved_kind is not None:
+        raise unsupported(jpeg.unserved_kind)
     try:
         height, width, colorspace, _ = simplejpeg.decode_jpeg_header(data)
         is_plain = colorspace in ("YCbCr", "RGB", "Gray")
@@ -96,7 +98,7 @@ def _read_png(data: bytes) -> Stored:
     width, height, depth, color, *_ = _IHDR.unpack_from(data, 16)
     orientation, has_palette = 1, False
     parts: list[bytes | memoryview] = []
-    run = at = 8  # chunks that are kept and follow each other are one part: each part takes memory
+    run = at = 8  # adjacent chunks that are kept become one part, because each part takes memory
     for kind, start, end in _png_chunks(data):
         at = end
         if kind in _PNG_KEPT:
@@ -115,7 +117,7 @@ def _read_png(data: bytes) -> Stored:
 
 
 def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
-    """(type, start, end) of the chunks up to the last one, which may be cut off."""
+    """Yields (type, start, end) of the chunks. The last chunk may be cut off."""
     at, num_costly = 8, 0
     for _ in range(_MAX_CHUNKS):
         if at + 8 > len(data):
@@ -132,7 +134,7 @@ def _png_chunks(data: bytes) -> Iterator[tuple[bytes, int, int]]:
 
 
 def _transparency(chunk: bytes, depth: int, color: int) -> bytes:
-    """A tRNS chunk whose transparent value is scaled to 8 bits wherever Pillow scales the pixels so."""
+    """The tRNS chunk. Its transparent value is scaled to 8 bits wherever Pillow scales the pixels."""
     if color == 0 and depth in (2, 4):
         values = [struct.unpack_from(">H", chunk, 8)[0] * 255 // (2**depth - 1) & 0xFFFF]
     elif color == 2 and depth == 16:
@@ -163,7 +165,7 @@ def _read_gif(data: bytes) -> Stored:
 
 
 def _find_gif_frame(data: bytes, at: int) -> tuple[int, bytes]:
-    """Where the first frame is, and its control extension, reduced to the transparent index."""
+    """The position of the first frame, and its control extension reduced to the transparent index."""
     limit = at + _MAX_PREAMBLE_BYTES
     control = b""
     while at < limit:
@@ -207,7 +209,7 @@ _EXIF_ITEM = re.compile(rb"(infe(?:\x02.{7}|\x03.{9}))Exif", re.DOTALL)
 
 
 def _read_avif(data: bytes) -> Stored:
-    """An AVIF has its orientation in its own properties; EXIF does not count, and is hidden from Pillow."""
+    """Hides the EXIF data from Pillow, because an AVIF has its orientation in properties of its own."""
     renamed = _EXIF_ITEM.sub(rb"\1none", data, count=8)
     with AvifImageFile(io.BytesIO(renamed)) as image:
         orientation = exif_orientation(image.info.get("exif", b""))
@@ -241,7 +243,7 @@ def _read_tiff(data: bytes) -> Stored:
         tiff.piece_pixels,
         black,
         white,
-        is_plausible=are_pieces_plausible(data, tiff),
+        is_plausible=are_rows_plausible(tiff) and are_pieces_plausible(data, tiff),
         bytes_per_pixel=max(_TIFF_BYTES, jpeg_bytes),
     )
 

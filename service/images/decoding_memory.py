@@ -1,7 +1,7 @@
-"""How many bytes images may take while they are decoded and resized, of all decode threads together.
+"""Limits the memory of all decode threads together while they decode and resize images.
 
-A small file may hold many pixels, so the number of threads alone is no bound on their memory. Knows numbers
-of bytes; nothing of images or requests.
+A small file may hold many pixels, so the number of threads alone does not bound their memory. Knows numbers
+of bytes. Knows nothing of images or requests.
 """
 
 from __future__ import annotations
@@ -11,24 +11,24 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_BYTES = 2**30  # of all API servers together, where the largest image leaves each its share
+_BYTES = 2**30  # of all API servers together, unless the largest image needs more
 
 
 class DecodingMemory:
-    """Room that threads take and wait for: first come, first served, so that none waits for ever.
+    """A number of bytes that threads reserve: first come, first served, so that no thread waits forever.
 
-    One image alone always gets its room, however large it is.
+    While nothing is reserved, an image of any size gets its bytes.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._changed = threading.Condition(threading.Lock())
         self._held_bytes = 0
-        self._waiting: deque[object] = deque()  # turns, the next one first
+        self._waiting: deque[object] = deque()  # one object for each waiting thread, the next thread first
 
     @classmethod
     def share(cls, num_servers: int, largest_bytes: int) -> DecodingMemory:
-        """That of one of so many API servers: never less than the largest image takes."""
+        """The share of one of `num_servers` API servers, but never less than the largest image takes."""
         return cls(max(_BYTES // num_servers, largest_bytes))
 
     @property
@@ -41,9 +41,9 @@ class DecodingMemory:
 
     @contextmanager
     def room(self, num_bytes: int, is_wanted: Callable[[], bool]) -> Iterator[bool]:
-        """Waits for room for so many bytes and holds it until the block ends.
+        """Reserves the bytes until the block ends, and waits for them if need be.
 
-        False: while it waited it was wanted no more, and has no room.
+        Yields False, without a reservation, if `is_wanted` became false during the wait.
         """
         if not self._take(num_bytes, is_wanted):
             yield False
@@ -56,7 +56,7 @@ class DecodingMemory:
                 self._changed.notify_all()
 
     def look_again(self) -> None:
-        """Lets those who wait see whether they are still wanted. Costs next to nothing where nobody waits."""
+        """Makes waiting threads call `is_wanted` again. Costs almost nothing if no thread waits."""
         if self._waiting:
             with self._changed:
                 self._changed.notify_all()
@@ -69,7 +69,7 @@ class DecodingMemory:
             return True
 
     def _wait(self, num_bytes: int, is_wanted: Callable[[], bool]) -> bool:
-        """Called under the lock, which it gives up meanwhile. Whoever leaves lets the next one look."""
+        """Called with the lock held; releases it while waiting. A thread that leaves wakes the next."""
         turn = object()
         self._waiting.append(turn)
         try:

@@ -1,6 +1,6 @@
-"""Which image format are these bytes? Looks at the content only, never at a file name or a declared type.
+"""The format of image data, from their content only, never from a file name or a declared type.
 
-Knows signatures; knows nothing of headers, pixels or limits.
+Knows signatures. Knows nothing of headers, pixels or limits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ImageFormat = Literal["JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF"]
 
 SERVED_FORMATS = "JPEG, PNG, WebP, GIF, BMP, TIFF and AVIF"
 
-_PEEK = 4096  # bytes of text looked at
+_PEEK = 4096  # bytes of text that are read
 
 _SERVED: tuple[tuple[bytes, ImageFormat], ...] = (
     (b"\xff\xd8\xff", "JPEG"),
@@ -27,69 +27,22 @@ _SERVED: tuple[tuple[bytes, ImageFormat], ...] = (
     (b"MM\0*", "TIFF"),
 )
 
-# (offset, signature, what it is); the first that matches names the data.
+# (offset, signature, name) of files that people send by mistake. The first match names the data.
 _NOT_SERVED: tuple[tuple[int, bytes, str], ...] = (
     (0, b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL"),
     (0, b"\xff\x0a", "JPEG XL"),
-    (0, b"\0\0\0\x0cjP  \r\n\x87\n", "JPEG 2000"),
-    (0, b"\xff\x4f\xff\x51", "JPEG 2000"),
-    (0, b"\xff\xd8", "a broken JPEG"),
-    (0, b"8BPS", "a Photoshop document"),
-    (0, b"\0\0\1\0", "a Windows icon (ICO)"),
-    (0, b"\0\0\2\0\0\0\0\0", "a Truevision image (TGA)"),  # a cursor would say that it holds none
-    (0, b"\0\0\x0a\0\0\0\0\0", "a Truevision image (TGA)"),
-    (0, b"\0\0\2\0", "a Windows cursor (CUR)"),
-    (0, b"icns", "an Apple icon (ICNS)"),
-    (0, b"\x8aMNG\r\n\x1a\n", "MNG"),
-    (0, b"\x8bJNG\r\n\x1a\n", "JNG"),
-    (0, b"\x76\x2f\x31\x01", "OpenEXR"),
-    (0, b"#?RADIANCE", "Radiance HDR"),
-    (0, b"#?RGBE", "Radiance HDR"),
-    (0, b"DDS ", "DirectDraw Surface (DDS)"),
-    (0, b"\xabKTX ", "KTX"),
-    (0, b"qoif", "QOI"),
-    (0, b"farbfeld", "farbfeld"),
-    (0, b"BPG\xfb", "BPG"),
-    (0, b"FLIF", "FLIF"),
-    (0, b"gimp xcf", "a GIMP document (XCF)"),
-    (0, b"SIMPLE  =", "FITS"),
-    (128, b"DICM", "DICOM"),
-    (0, b"II\xbc\x01", "JPEG XR"),
-    (0, b"\x01\xda", "SGI image"),
-    (0, b"\x59\xa6\x6a\x95", "Sun raster"),
-    (0, b"\xd7\xcd\xc6\x9a", "Windows Metafile"),
-    (40, b" EMF", "Enhanced Metafile"),
-    (0, b"/* XPM */", "XPM"),
-    (0, b"IIRO", "a camera raw file"),
-    (0, b"IIRS", "a camera raw file"),
-    (0, b"MMOR", "a camera raw file"),
-    (0, b"IIU\0", "a camera raw file"),
-    (0, b"FUJIFILMCCD-RAW", "a camera raw file"),
     (0, b"%PDF-", "PDF"),
-    (0, b"%!PS", "PostScript"),
-    (0, b"\xc5\xd0\xd3\xc6", "PostScript"),
     (0, b"PK\3\4", "a ZIP archive or an Office document"),
     (0, b"PK\5\6", "a ZIP archive"),
-    (0, b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1", "an Office document"),
     (0, b"Rar!\x1a\7", "a RAR archive"),
     (0, b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive"),
     (0, b"\xfd7zXZ\0", "xz-compressed data"),
     (0, b"BZh", "bzip2-compressed data"),
     (0, b"\x28\xb5\x2f\xfd", "zstd-compressed data"),
     (257, b"ustar", "a tar archive"),
-    (0, b"\x7fELF", "an ELF executable"),
-    (0, b"\xcf\xfa\xed\xfe", "a Mach-O executable"),
-    (0, b"\xca\xfe\xba\xbe", "a Java class or a Mach-O executable"),
-    (0, b"\0asm", "WebAssembly"),
     (0, b"\x1a\x45\xdf\xa3", "a WebM or Matroska video"),
-    (0, b"FLV\1", "a Flash video"),
     (0, b"\0\0\1\xba", "an MPEG video"),
     (0, b"\0\0\1\xb3", "an MPEG video"),
-    (0, b"OggS", "Ogg media"),
-    (0, b"fLaC", "FLAC audio"),
-    (0, b"ID3", "MP3 audio"),
-    (0, b"\x93NUMPY", "a NumPy file; send an image file, not an array"),
-    (0, b"SQLite format 3\0", "an SQLite database"),
 )
 
 _AVIF_BRANDS = {b"avif", b"avis"}
@@ -104,17 +57,14 @@ _TEXT: tuple[tuple[re.Pattern[bytes], str], ...] = (
     (re.compile(rb"\s*<(?:[^\0]*<)?(?:[a-z]+:)?svg[\s>/]", re.IGNORECASE), "SVG"),
     (re.compile(rb"\s*<(?:\?xml|!--|!doctype)[\s>\-]", re.IGNORECASE), "an XML document"),
     (re.compile(rb"\s*(?:\{\s*[\"}]|\[\s*[\[{\"\d\]-])"), "JSON"),
-    (re.compile(rb"P[1-7]\s+(?:#|\d|WIDTH)"), "Netpbm (PBM, PGM, PPM, PAM)"),
-    (re.compile(rb"P[Ff]\s+\d"), "a portable float map (PFM)"),
-    (re.compile(rb"#define\s+\w+_width\s"), "XBM"),
 )
 
 
 def sniff(data: bytes) -> ImageFormat:
-    """The format of the image in `data`, one of those served.
+    """The format of the image in `data`, if it is served.
 
-    Raises `UnsupportedMedia` (415, `unsupported_image_format`) for what is recognised but not served, naming
-    it, and `BadRequest` (400, `empty_input` or `invalid_image`) for anything else.
+    Raises `UnsupportedMedia` (415, `unsupported_image_format`) for data that are recognised but not
+    served, by name, and `BadRequest` (400, `empty_input` or `invalid_image`) for anything else.
     """
     if data.startswith(_SERVED[0][0]):  # most requests
         return "JPEG"
@@ -123,9 +73,9 @@ def sniff(data: bytes) -> ImageFormat:
     served = _served(data)
     if served is not None:
         return served
-    name = _name(data)
-    if name == "a broken JPEG":
+    if data.startswith(b"\xff\xd8"):
         raise BadRequest("the JPEG data is broken or truncated", code="invalid_image")
+    name = _name(data)
     if name is not None:
         raise unsupported(name)
     if _DATA_URI.match(data[:_PEEK]):
@@ -138,7 +88,7 @@ def sniff(data: bytes) -> ImageFormat:
 
 
 def unsupported(name: str) -> UnsupportedMedia:
-    """The error for an image or a file that is recognised as `name` but not served."""
+    """The error for data that are recognised as `name` but not served."""
     return UnsupportedMedia(
         f"the data is {name}, which is not served; the formats served are {SERVED_FORMATS}",
         code="unsupported_image_format",
@@ -150,7 +100,7 @@ def _served(data: bytes) -> ImageFormat | None:
         if data.startswith(signature):
             return name
     if data.startswith(b"II*\0"):
-        return None if data[8:10] == b"CR" else "TIFF"  # Canon's raw files say so there
+        return None if data[8:10] == b"CR" else "TIFF"  # the mark of Canon's raw files
     if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
         return "WEBP"
     if data.startswith(b"BM") and len(data) >= 18 and data[15:18] == b"\0\0\0":  # header size below 256
@@ -161,18 +111,17 @@ def _served(data: bytes) -> ImageFormat | None:
 
 
 def _name(data: bytes) -> str | None:
-    """What the data is, if it is something known."""
+    """What the data are, if they are recognised."""
     for offset, signature, name in _NOT_SERVED:
         if data.startswith(signature, offset):
             return name
     if data.startswith(b"II*\0"):
         return "a camera raw file"
     if data[4:8] == b"ftyp":
-        return _media_name(data)
-    if data.startswith(b"RIFF"):
-        return {b"AVI ": "an AVI video", b"WAVE": "WAV audio"}.get(data[8:12])
-    if data.startswith(b"MZ") and len(data) >= 64:
-        return "a Windows executable"
+        is_heif = _brands(data) & _HEIF_BRANDS
+        return "HEIC or HEIF" if is_heif else "a video (MP4 or QuickTime) or another ISO media file"
+    if data.startswith(b"RIFF") and data[8:12] == b"AVI ":
+        return "an AVI video"
     if data.startswith(b"\x1f\x8b"):
         return _gzip_name(data)
     return _text_name(data[:_PEEK])
@@ -182,17 +131,6 @@ def _brands(data: bytes) -> set[bytes]:
     """The major and compatible brands of an ISO media file."""
     end = min(int.from_bytes(data[:4], "big"), 512)
     return {data[8:12]} | {data[at : at + 4] for at in range(16, end - 3, 4)}
-
-
-def _media_name(data: bytes) -> str:
-    major, brands = data[8:12], _brands(data)
-    if brands & _HEIF_BRANDS:
-        return "HEIC or HEIF"
-    if major == b"crx ":
-        return "a camera raw file"
-    if major in (b"M4A ", b"M4B "):
-        return "MP4 audio"
-    return "a QuickTime video" if major == b"qt  " else "an MP4 video"
 
 
 def _gzip_name(data: bytes) -> str:

@@ -1,18 +1,20 @@
-"""Bytes → RGB array, with limits.
+"""Decodes the bytes of an image file to an RGB array, within limits.
 
-JPEG is decoded by simplejpeg; what its strict mode refuses, and every other format, by Pillow. Of animations
-and multi-page files the first image counts. Alpha is laid over white. Colour profiles are ignored: values are
-taken as sRGB. No state is shared, so threads may decode at the same time. Knows nothing of requests.
+simplejpeg decodes JPEG. Pillow decodes the other formats, and JPEGs that simplejpeg's strict mode refuses.
+Only the first image of animations and multi-page files is decoded. Alpha is laid over white. Colour profiles
+are ignored: values are taken as sRGB. Threads share no state and may decode at the same time. Knows nothing
+of requests.
 
-Sizes are checked before anything is decoded, so every `Exception` out of a decoder means broken data and
-becomes 400 `invalid_image`, without the decoder's words. Only `MemoryError`, our own fault, passes through.
+Sizes are checked before anything is decoded. So every `Exception` of a decoder means broken data, and becomes
+400 `invalid_image` without the decoder's message. Only `MemoryError`, which is not the caller's fault, is
+raised as it is.
 """
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +25,8 @@ from PIL import Image, UnidentifiedImageError
 from service.errors import ApiError, BadRequest, TooLarge
 from service.images.containers import MAX_BYTES_PER_PIXEL, READERS, Stored
 from service.images.formats import ImageFormat, sniff, unsupported
-from service.images.jpeg import essential_jpeg
+from service.images.jpeg import END, essential_jpeg, is_only_end_missing
+from service.images.libtiff import silence_libtiff
 
 MAX_PIXELS_SUPPORTED = 178_956_970
 """Pillow refuses larger images unless its global settings are changed."""
@@ -33,15 +36,17 @@ _MAX_RLE_BYTES, _MAX_RLE_PIXELS = 1 << 20, 1 << 22
 
 _NAMES = {"WEBP": "WebP"}
 
-# Converted at once: few enough to stay in a core's cache, and many beside the cost of a call.
+# Pixels converted at once: few enough for the cache of a core, and enough to outweigh the cost of a call.
 _STRIP_PIXELS = 1 << 18
 
 Array = npt.NDArray[np.uint8]
 
+silence_libtiff()
+
 
 @dataclass(frozen=True)
 class ImageLimits:
-    """Raises `ValueError` for a limit over `MAX_PIXELS_SUPPORTED`."""
+    """Limits of one image. Raises `ValueError` for more pixels than `MAX_PIXELS_SUPPORTED`."""
 
     max_image_bytes: int
     max_image_pixels: int
@@ -52,13 +57,13 @@ class ImageLimits:
 
     @property
     def max_decoding_bytes(self) -> int:
-        """The most that decoding one image takes, but for the tables that a lossless WebP may have."""
+        """The most that decoding one image takes, without the tables of a lossless WebP."""
         return self.max_image_pixels * MAX_BYTES_PER_PIXEL + self.max_image_bytes
 
 
 @dataclass(frozen=True)
 class ImageHeader:
-    """An image whose header was read and found within the limits."""
+    """The header of an image that is within the limits."""
 
     format: ImageFormat
     width: int  # as seen, after the EXIF orientation
@@ -67,7 +72,7 @@ class ImageHeader:
 
     @property
     def decoding_bytes(self) -> int:
-        """What `decode` takes at its peak, at most: pixels, or a part with more of them; tables; the data."""
+        """The peak of `decode`, at most: pixels of the image or of a larger part of it, tables and data."""
         stored = self._stored
         num_pixels = max(stored.width * stored.height, stored.piece_pixels)
         return num_pixels * stored.bytes_per_pixel + stored.extra_bytes + sum(map(len, stored.parts))
@@ -75,23 +80,23 @@ class ImageHeader:
     def decode(self) -> npt.NDArray[np.uint8]:
         """RGB, upright: a C-contiguous, writable array [height, width, 3].
 
-        Bytes a pixel at its peak, measured at 4096 x 4096: JPEG 3.0, turned 6.0, of many scans 6.0 to 9.0;
-        CMYK 7.3 and 12.1. PNG, GIF, BMP, TIFF 4.2 to 7.6, in one strip of 16 bits 12.2. AVIF 5.8 to 13.4,
-        WebP 16.2.
+        Peak memory in bytes per pixel, measured at 4096 x 4096: JPEG 3.0, rotated 6.0, with many scans 6.0 to
+        9.0; CMYK JPEG 7.3, with many scans 12.1; PNG, GIF, BMP and TIFF 4.2 to 7.6; TIFF of 16 bits in one
+        strip 12.2; AVIF 5.8 to 13.4; WebP 16.2.
 
-        Raises `BadRequest` (400, `invalid_image`) for broken or truncated data, `UnsupportedMedia` (415) for
-        an unusual layout.
+        Raises `BadRequest` (400, `invalid_image`) for broken or truncated data, and `UnsupportedMedia` (415)
+        for an unusual layout.
         """
         stored = self._stored
         with _broken_data_as_error(self.format):
             rgb = _decode_jpeg(stored) if self.format == "JPEG" else _decode_pillow(self.format, stored)
             if rgb.shape != (stored.height, stored.width, 3):
-                raise ValueError("pixels do not fit the header")
+                raise ValueError("the decoded size differs from the header")
             return upright(rgb, stored.orientation)
 
 
 def read_header(data: bytes, limits: ImageLimits) -> ImageHeader:
-    """Reads the header, without decoding pixels; takes microseconds for a JPEG.
+    """Reads the header without decoding pixels. Takes microseconds for a JPEG.
 
     Raises `TooLarge` (413, `image_too_large` or `too_many_pixels`), `BadRequest` (400, `empty_input` or
     `invalid_image`) or `UnsupportedMedia` (415, `unsupported_image_format`).
@@ -105,7 +110,7 @@ def read_header(data: bytes, limits: ImageLimits) -> ImageHeader:
     with _broken_data_as_error(format_):
         stored = READERS[format_](data)
         if stored.width < 1 or stored.height < 1:
-            raise ValueError("an image without pixels")
+            raise ValueError("the image has no pixels")
     _check_pixels(stored, limits.max_image_pixels)
     if not stored.is_plausible:
         raise _broken(format_)
@@ -119,7 +124,7 @@ def upright(rgb: npt.NDArray[np.uint8], orientation: int) -> npt.NDArray[np.uint
     """Applies an EXIF orientation, 1 to 8, to an array [height, width, 3]."""
     if orientation == 1:
         return rgb
-    pixels = rgb.view("V3")[..., 0]  # one item a pixel, which copies faster
+    pixels = rgb.view("V3")[..., 0]  # one item per pixel is copied faster
     if orientation >= 5:
         pixels = pixels.T
     if orientation in (3, 4, 7, 8):
@@ -160,22 +165,32 @@ def _check_pixels(stored: Stored, max_pixels: int) -> None:
         )
 
 
-def _decode_jpeg(stored: Stored) -> npt.NDArray[np.uint8]:
+def _decode_jpeg(stored: Stored) -> Array:
+    """Pillow decodes files that simplejpeg refuses, unless pixels are missing at the end."""
     (data,) = stored.parts
     if stored.is_plain_jpeg:
-        try:
-            rgb: npt.NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "RGB")
-            return rgb
-        except ValueError:  # strict: perhaps no more than a warning; Pillow decides
-            pass
-    return _rgb(_load("JPEG", b"".join(essential_jpeg(bytes(data))), stored), stored)
+        with suppress(ValueError):
+            return _decode_simplejpeg(data, "RGB")
+    jpeg = b"".join(essential_jpeg(bytes(data)))
+    if is_only_end_missing(jpeg):
+        with suppress(ValueError):
+            pixels = _decode_simplejpeg(jpeg + END, "RGB" if stored.is_plain_jpeg else "CMYK")
+            if stored.is_plain_jpeg:
+                return pixels
+            jpeg += END  # no pixel is missing, and Pillow knows how to make RGB of CMYK
+    return _rgb(_load("JPEG", jpeg, stored), stored)
+
+
+def _decode_simplejpeg(data: bytes | memoryview, colorspace: str) -> Array:
+    pixels: Array = simplejpeg.decode_jpeg(data, colorspace)
+    return pixels
 
 
 def _decode_pillow(format_: ImageFormat, stored: Stored) -> npt.NDArray[np.uint8]:
     try:
         image = _load(format_, b"".join(stored.parts), stored)
     except UnidentifiedImageError:
-        if format_ == "TIFF":  # its directory is sound, so it is the kind of pixels that is unknown
+        if format_ == "TIFF":  # its directory is sound, so Pillow does not know the layout of its pixels
             raise unsupported("TIFF with an unusual pixel layout") from None
         raise
     return _rgb(image, stored)
@@ -185,7 +200,7 @@ def _load(format_: ImageFormat, data: bytes, stored: Stored) -> Image.Image:
     """The image with its pixels decoded, as Pillow sees it."""
     with Image.open(io.BytesIO(data), formats=[format_]) as image:
         if image.size != ((stored.width, stored.height) if stored.frame is None else stored.frame[2:]):
-            raise ValueError("two sizes in one file")
+            raise ValueError("the file states two sizes")
         if format_ == "BMP" and image.info["compression"] in (1, 2):
             _check_run_length(len(data), image.width * image.height)
         image.load()
@@ -200,7 +215,7 @@ def _check_run_length(num_bytes: int, num_pixels: int) -> None:
 
 
 def _rgb(image: Image.Image, stored: Stored) -> npt.NDArray[np.uint8]:
-    """The pixels over white, as an array [height, width, 3]. A frame may cover a part of it only."""
+    """The pixels over white, as an array [height, width, 3]. A frame may cover only a part of it."""
     convert = _conversion(image, stored)
     x, y = (0, 0) if stored.frame is None else stored.frame[:2]
     rgb = np.empty((stored.height, stored.width, 3), np.uint8)
@@ -212,7 +227,7 @@ def _rgb(image: Image.Image, stored: Stored) -> npt.NDArray[np.uint8]:
 
 
 def _conversion(image: Image.Image, stored: Stored) -> Callable[[Image.Image], Array]:
-    """What makes RGB of any rows of the image."""
+    """A function that converts any rows of the image to RGB."""
     if image.mode == "F":
         raise unsupported("TIFF with floating-point pixels")
     if image.mode.startswith("I"):
@@ -221,7 +236,7 @@ def _conversion(image: Image.Image, stored: Stored) -> Callable[[Image.Image], A
 
 
 def _strips(image: Image.Image) -> Iterator[tuple[int, Image.Image]]:
-    """(first row, rows) of an image from top to bottom, as what is made of all at once takes much memory."""
+    """Yields (first row, rows) from top to bottom, because converting all rows at once takes much memory."""
     width, height = image.size
     num_rows = max(1, _STRIP_PIXELS // width)
     if height <= num_rows:
@@ -245,7 +260,7 @@ def _over_white(image: Image.Image) -> Array:
 
 
 def _gray(image: Image.Image, stored: Stored) -> Callable[[Image.Image], Array]:
-    """For gray of more than 8 bits, which is scaled rather than clipped."""
+    """A function that scales gray values of more than 8 bits, where Pillow would clip them."""
     scale = np.clip((np.arange(65_536) - stored.black) / (stored.white - stored.black), 0, 1)
     shades: Array = np.rint(scale * 255).astype(np.uint8)
     transparent = image.info.get("transparency")

@@ -1,9 +1,9 @@
-"""From the bytes of a request's images to their place in the queue, in the decode threads.
+"""Takes the images of a request from their bytes to the queue, in the decode threads.
 
-    headers checked ─► admitted ─► decoded and resized ─► queued
+    headers checked ─► tokens reserved ─► decoded and resized ─► queued
 
-The event loop only starts it: from its end on, the queue has the request. Knows images and their limits;
-nothing of HTTP.
+The event loop only starts a preparation. At its end the queue has the request. Knows images and their limits.
+Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _QUICK_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG")
 
 
 @dataclass(frozen=True)
-class Preparer:
-    """What all requests share."""
+class PreparationResources:
+    """What the preparations of all requests share."""
 
     batcher: Batcher
     executor: Executor
@@ -43,17 +43,17 @@ class Preparer:
 
 
 class Preparation:
-    """The images of one request. A step is left out once the request has ended."""
+    """Prepares the images of one request. Once the request has ended, the remaining steps are skipped."""
 
     def __init__(
         self,
-        shared: Preparer,
+        resources: PreparationResources,
         images: Sequence[bytes],
         options: AnswerOptions,
         ticket: Ticket,
         encoder: LoadedEncoder,
     ) -> None:
-        self._shared = shared
+        self._resources = resources
         self._images = list(images)
         self._headers: list[ImageHeader] = []
         self._options = options
@@ -61,58 +61,58 @@ class Preparation:
         self._ticket = ticket
         self._encoder = encoder
         self._lock = threading.Lock()
-        self._missing = len(images)
-        self._num_tokens: list[int] = []  # of the images, as their headers say
+        self._num_pending = len(images)
+        self._num_tokens: list[int] = []  # of each image, computed from its header
         self._items: list[EncodeItem | None] = [None] * len(images)
         self._facts: list[ImageFacts | None] = [None] * len(images)
         self._first_broken = len(images)
-        self._error: Exception | None = None  # of that image
+        self._error: Exception | None = None  # the error of the first broken image
 
     @property
     def facts(self) -> list[ImageFacts]:
-        """What the answer says of each image, once all are queued."""
+        """What the answer says about each image, once all images are queued."""
         return [facts for facts in self._facts if facts is not None]
 
     def start(self) -> None:
-        """Returns at once. The ticket ends with what goes wrong, unless it is raised here already."""
+        """Returns at once. Raises the errors of a small file itself; other errors end the ticket."""
         if len(self._images) == 1 and _is_quick_to_check(self._images[0]):
-            self.admit()
-            self._shared.executor.submit(self.decode, 0)
+            self.check_headers()
+            self._resources.executor.submit(self.decode, 0)
         else:
-            self._shared.executor.submit(self.run)
+            self._resources.executor.submit(self.run)
 
     def drop(self) -> None:
-        """Lets go of files and pixels. A thread that has not come to them yet finds nothing to do."""
+        """Releases files and pixels. Threads that have not started with them do nothing."""
         self._images.clear()
         self._headers.clear()
         self._items.clear()
-        self._shared.memory.look_again()
+        self._resources.memory.look_again()
 
     def run(self) -> None:
-        """All of it for a single image; of several, each is decoded on its own, in parallel."""
+        """Runs all steps. Several images are decoded in parallel, the first of them in this thread."""
         try:
             if self._ticket.ended:
                 return
-            self.admit()
-            for index in range(1, self._missing):
-                self._shared.executor.submit(self.decode, index)
+            self.check_headers()
+            for index in range(1, self._num_pending):
+                self._resources.executor.submit(self.decode, index)
             self.decode(0)
         except Exception as error:
-            self._shared.batcher.fail(self._ticket, without_traceback(error))
+            self._resources.batcher.fail(self._ticket, without_traceback(error))
 
-    def admit(self) -> None:
-        """Reads the headers, checks every limit before any pixel is decoded, and has the request admitted."""
-        shared, encoder = self._shared, self._encoder
+    def check_headers(self) -> None:
+        """Checks every limit by the headers and reserves the tokens, before any pixel is decoded."""
+        resources, encoder = self._resources, self._encoder
         total = 0
         for index, image in enumerate(self._images):
-            with _blaming(index):
-                header = read_header(image, shared.limits)
+            with _naming_image(index):
+                header = read_header(image, resources.limits)
                 num_tokens = encoder.preprocessor.num_tokens(header.height, header.width)
                 total += num_tokens
-                if total > shared.max_tokens:
+                if total > resources.max_tokens:
                     raise TooLarge(
                         f"the images up to this one make {total} tokens, and a request may have "
-                        f"{shared.max_tokens}",
+                        f"{resources.max_tokens}",
                         code="too_many_tokens",
                     )
             self._headers.append(header)
@@ -123,10 +123,10 @@ class Preparation:
             hidden_size=encoder.hidden_size,
             width=encoder.width,
         )
-        shared.batcher.reserve(self._ticket, total)
+        resources.batcher.reserve(self._ticket, total)
 
     def decode(self, index: int) -> None:
-        """One image. Whoever is last queues them all, or ends the request with its first broken image."""
+        """Decodes one image. The last call queues all images, or fails the request."""
         error: Exception | None = None
         try:
             if self._is_wanted(index):
@@ -136,8 +136,8 @@ class Preparation:
         with self._lock:
             if error is not None and index < self._first_broken:
                 self._first_broken, self._error = index, error
-            self._missing -= 1
-            is_last = not self._missing
+            self._num_pending -= 1
+            is_last = not self._num_pending
         if is_last:
             self._finish()
 
@@ -145,26 +145,26 @@ class Preparation:
         return not self._ticket.ended and index < self._first_broken
 
     def _finish(self) -> None:
-        batcher = self._shared.batcher
+        batcher = self._resources.batcher
         if self._error is not None:
             batcher.fail(self._ticket, self._error)
             self._error = None
             return
         try:
             batcher.put(self._ticket, [item for item in self._items if item is not None])
-        except Exception as error:  # the executor would keep it, and the request wait for its deadline
+        except Exception as error:  # the executor would swallow it, and the request would never end
             batcher.fail(self._ticket, without_traceback(error))
 
     def _prepare(self, index: int) -> None:
-        image, header, admitted = self._images[index], self._headers[index], self._num_tokens[index]
+        image, header, num_tokens = self._images[index], self._headers[index], self._num_tokens[index]
         preprocessor = self._encoder.preprocessor
-        num_bytes = _peak_bytes(header, admitted * preprocessor.config.factor**2)
-        with self._shared.memory.room(num_bytes, lambda: self._is_wanted(index)) as has_room:
+        num_bytes = _peak_bytes(header, num_tokens * preprocessor.config.factor**2)
+        with self._resources.memory.room(num_bytes, lambda: self._is_wanted(index)) as has_room:
             if not has_room:
                 return
-            with _blaming(index):
+            with _naming_image(index):
                 patches = preprocessor(header.decode())
-        assert patches.num_tokens == admitted, f"{patches.num_tokens} tokens, and {admitted} were admitted"
+        assert patches.num_tokens == num_tokens, f"{patches.num_tokens} tokens, not {num_tokens}"
         self._facts[index] = ImageFacts(
             num_tokens=patches.num_tokens,
             grid_thw=patches.grid_thw,
@@ -176,20 +176,20 @@ class Preparation:
 
 
 def _peak_bytes(header: ImageHeader, resized_pixels: int) -> int:
-    """Of decoding, or of resizing: the image, its rows in their new width, and the result twice."""
+    """The peak of decoding, or of resizing: the image, its rows in the new width, and the result twice."""
     num_pixels = header.width * header.height
     between = math.isqrt(num_pixels * resized_pixels)
     return max(header.decoding_bytes, 3 * (num_pixels + between + 2 * resized_pixels))
 
 
 def _is_quick_to_check(image: bytes) -> bool:
-    """Whether its header is read in less time than a hop to another thread takes."""
+    """Whether reading the header takes less time than handing it to another thread."""
     return len(image) <= _QUICK_BYTES and image.startswith(_QUICK_SIGNATURES)
 
 
 @contextmanager
-def _blaming(index: int) -> Iterator[None]:
-    """Says in an error which image it is about."""
+def _naming_image(index: int) -> Iterator[None]:
+    """Adds the index of the image to an error."""
     param = image_param(index)
     try:
         yield

@@ -1,8 +1,8 @@
-"""Lossless WebP: the chunks that hold it, and what its code tables take while it is decoded.
+"""Lossless WebP: its chunks, and the memory for its code tables during decoding.
 
-A lossless image, and the alpha channel of a lossy one, may have a group of five Huffman codes of its own for
-every 4 × 4 pixels. A group takes 20 bits of the file and, decoded, thousands of bytes. How many there are
-stands behind other compressed data, so only bounds are known. Knows nothing of pixels or limits.
+A lossless image, and the alpha channel of a lossy image, may have a separate group of five Huffman codes for
+every 4 × 4 pixels. A group takes 20 bits in the file and thousands of bytes in memory. The number of groups
+is stored behind other compressed data, so only bounds are known. Knows nothing of pixels or limits.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ _CHUNK = struct.Struct("<4sI")
 _FRAME_HEADER_BYTES = 16  # of an animation; the frame's own chunks follow
 _LOSSLESS = frozenset({b"VP8L", b"ALPH"})
 
-# In libwebp a table has 256 entries of 4 bytes, and more for codes of over 8 bits: at most 5004 in the five
-# tables of a group, whose other fields take 568. Measured: 5.6 KB with the shortest codes that can be stored,
-# 13.8 KB where all of one code have 11 bits.
+# In libwebp a table has 256 entries of 4 bytes, and more for codes longer than 8 bits. The five tables of a
+# group have at most 5004 entries, and its other fields take 568 bytes. Measured: 5.6 KB with the shortest
+# codes that can be stored, 13.8 KB if all codes of one table have 11 bits.
 _GROUP_BYTES = 4 * 5004 + 568
 _MAX_GROUPS = 65_536
-_MAX_UNUSED_GROUPS = 1000  # libwebp makes no more than these if the pixels do not refer to them
+_MAX_UNUSED_GROUPS = 1000  # libwebp makes at most this many groups that no pixel refers to
 
-# 4 bits hold the shortest code, 45 the shortest with longer codes, so five of the shortest expand most.
+# The shortest code takes 4 bits, the shortest with codes of over 8 bits takes 45. So five of the shortest
+# codes expand most.
 _TABLES_BYTES_PER_BYTE = (5 * 4 * 256 + 568) * 8 // 20
 
 
 def webp_chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
-    """(kind, body) of the chunks in turn; those in a frame of an animation follow it. Only VP8X has several.
+    """Yields (kind, body) of each chunk. The chunks in a frame of an animation follow it.
 
     Raises `ValueError` if there are too many.
     """
@@ -45,7 +46,7 @@ def webp_chunks(data: bytes) -> Iterator[tuple[bytes, memoryview]]:
 
 
 def tables_bytes(data: bytes, width: int, height: int) -> int:
-    """The most that the tables of one image of the file take."""
+    """The most memory that the code tables of one image of the file take."""
     num_bytes = max((len(body) for kind, body in webp_chunks(data) if kind in _LOSSLESS), default=0)
     num_groups = max(_MAX_UNUSED_GROUPS, -(-width // 4) * -(-height // 4))
     return min(num_bytes * _TABLES_BYTES_PER_BYTE, min(num_groups, _MAX_GROUPS) * _GROUP_BYTES)

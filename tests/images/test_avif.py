@@ -34,7 +34,7 @@ def full_box(kind: bytes, body: bytes, version: int = 0) -> bytes:
 
 
 def grid(cell: bytes, rows: int, columns: int, width: int, height: int) -> bytes:
-    """A grid whose cells all are the one image of a file without alpha, and share its data."""
+    """A grid whose cells all are the image of a file without alpha, and share its data."""
     at = cell.index(b"av1C") - 4
     av1c, ispe = cell[at : at + 12], cell[cell.index(b"ispe") - 4 :][:20]
     frame = cell[cell.index(b"mdat") + 4 :]
@@ -70,7 +70,7 @@ def grid(cell: bytes, rows: int, columns: int, width: int, height: int) -> bytes
 
 
 def with_size(data: bytes, width: int, height: int) -> bytes:
-    """The file with other sizes in all of its boxes, and the same frames."""
+    """The file with other sizes in all of its boxes but the same frames."""
     at = data.find(b"ispe")
     while at >= 0:
         data = data[: at + 8] + struct.pack(">II", width, height) + data[at + 16 :]
@@ -81,7 +81,9 @@ def with_size(data: bytes, width: int, height: int) -> bytes:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
 @pytest.mark.parametrize("size", [(1, 1), (45, 31), (128, 200)])
-def test_frames_are_as_large_as_the_image(size: tuple[int, int], mode: str, options: dict[str, Any]) -> None:
+def test_pixels_of_frames_are_those_of_the_image(
+    size: tuple[int, int], mode: str, options: dict[str, Any]
+) -> None:
     image = Image.new(mode, size)
     data = save(image, "AVIF", append_images=[image], **options)
     assert decoded_pixels(data) == size[0] * size[1]
@@ -89,7 +91,7 @@ def test_frames_are_as_large_as_the_image(size: tuple[int, int], mode: str, opti
 
 @pytest.mark.parametrize("is_sequence", [False, True])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA"])
-def test_a_frame_larger_than_it_is_said_to_be_counts(mode: str, is_sequence: bool) -> None:
+def test_size_of_frames_counts_if_it_exceeds_the_announced_size(mode: str, is_sequence: bool) -> None:
     small = save(Image.new(mode, (512, 512)), "AVIF", speed=10)
     honest = read_header(small, LIMITS).decoding_bytes
     lie = read_header(with_size(small, 64, 64), LIMITS)
@@ -101,7 +103,7 @@ def test_a_frame_larger_than_it_is_said_to_be_counts(mode: str, is_sequence: boo
     assert (refusal.value.status, refusal.value.code) == (413, "too_many_pixels")
 
 
-def test_a_grid_counts_all_of_its_cells() -> None:
+def test_all_cells_of_a_grid_count() -> None:
     cell = save(Image.new("RGB", (64, 64), (200, 30, 60)), "AVIF", quality=100, subsampling="4:4:4")
     data = grid(cell, 2, 3, 180, 128)
     rgb = read_header(data, LIMITS).decode()
@@ -136,11 +138,11 @@ SEQUENCE = Writer((0, 3), (0, 2), *TIMING, *POINT, *SIZES, *TOOLS, (0, 40)).unit
     "start",
     [
         ((0, 3), (1, 1), (31, 5)),  # a key frame that is shown at a time
-        ((0, 3), (0, 1), (1, 1), (1, 1)),  # one that is not shown
+        ((0, 3), (0, 1), (1, 1), (1, 1)),  # a key frame that is not shown
         ((1, 3), (1, 1), (31, 5), (1, 1)),
     ],
 )
-def test_a_frame_may_have_a_size_of_its_own(
+def test_size_of_a_frame_overrides_that_of_the_sequence(
     start: tuple[tuple[int, int], ...], override: int, pixels: int
 ) -> None:
     for tools in (((0, 1), (0, 1)), ((1, 1), (1, 1), (1, 1))):
@@ -148,7 +150,7 @@ def test_a_frame_may_have_a_size_of_its_own(
         assert max_frame_pixels(SEQUENCE + frame) == pixels
 
 
-def test_data_without_a_frame_or_with_many_are_refused() -> None:
+def test_data_without_frames_or_with_too_many_are_refused() -> None:
     frame = Writer((0, 3), (1, 1), (0, 60)).unit(6)
     padding = b"\x12\0"
     assert max_frame_pixels(SEQUENCE + 4 * frame + 1000 * padding) == 60_000
@@ -158,20 +160,20 @@ def test_data_without_a_frame_or_with_many_are_refused() -> None:
             max_frame_pixels(data)
 
 
-def test_the_first_sample_of_a_sequence_counts_by_itself() -> None:
+def test_first_sample_of_a_sequence_counts_without_items() -> None:
     image = Image.new("RGB", (45, 31))
     data = save(image, "AVIF", save_all=True, append_images=[image])
     assert decoded_pixels(data.replace(b"meta", b"free", 1)) == 45 * 31
 
 
 @pytest.mark.parametrize("kind", [b"iloc", b"iinf"])
-def test_a_box_that_is_there_twice_is_refused(kind: bytes) -> None:
+def test_duplicate_box_is_refused(kind: bytes) -> None:
     data = save(Image.new("RGB", (45, 31)), "AVIF")
     with pytest.raises(ValueError, match="twice"):
         decoded_pixels(data.replace(b"pitm", kind))
 
 
-def test_items_that_overlap_are_refused_unless_they_are_the_same() -> None:
+def test_overlapping_items_are_refused_unless_they_are_equal() -> None:
     cell = save(Image.new("RGB", (64, 64)), "AVIF")
     data = grid(cell + bytes(2000), 2, 2, 128, 128)
     size = len(cell) - cell.index(b"mdat") - 4 + 2000
@@ -182,7 +184,7 @@ def test_items_that_overlap_are_refused_unless_they_are_the_same() -> None:
         decoded_pixels(data[:first] + place[:7] + bytes([place[7] - 1]) + data[first + 8 :])
 
 
-def test_a_file_of_very_many_tracks_is_refused() -> None:
+def test_file_of_very_many_tracks_is_refused() -> None:
     image = Image.new("RGB", (45, 31))
     data = save(image, "AVIF", save_all=True, append_images=[image])
     at = data.index(b"trak") - 4

@@ -18,13 +18,13 @@ def always() -> bool:
 
 
 class Holder:
-    """A thread that wants room, and holds it until it is told to leave."""
+    """A thread that reserves bytes until `leave` is called."""
 
     def __init__(self, memory: DecodingMemory, num_bytes: int) -> None:
         self._memory = memory
         self._num_bytes = num_bytes
         self.is_wanted = True
-        self.has_room: bool | None = None  # None: it waits
+        self.has_room: bool | None = None  # None: still waiting
         self._may_leave = threading.Event()
 
     def run(self) -> None:
@@ -37,7 +37,7 @@ class Holder:
 
 
 class Holders:
-    """Each comes once the one before it has room or waits."""
+    """Threads that ask for room one after the other."""
 
     def __init__(self, memory: DecodingMemory, executor: ThreadPoolExecutor) -> None:
         self._memory = memory
@@ -62,7 +62,7 @@ class Holders:
 
 @contextmanager
 def holders(memory: DecodingMemory) -> Iterator[Holders]:
-    """All of them leave in the end, and nothing is held any more."""
+    """Ends all threads at the end, and checks that nothing is reserved."""
     with ThreadPoolExecutor(8) as executor:
         group = Holders(memory, executor)
         try:
@@ -75,7 +75,7 @@ def holders(memory: DecodingMemory) -> Iterator[Holders]:
 @pytest.mark.parametrize(
     ("num_servers", "largest_bytes", "max_bytes"), [(1, 5, 2**30), (4, 5, 2**28), (4, 2**29, 2**29)]
 )
-def test_api_servers_divide_it_and_each_has_room_for_the_largest_image(
+def test_api_servers_share_memory_and_each_has_enough_for_the_largest_image(
     num_servers: int, largest_bytes: int, max_bytes: int
 ) -> None:
     assert DecodingMemory.share(num_servers, largest_bytes).max_bytes == max_bytes
@@ -88,14 +88,14 @@ def test_room_is_held_until_the_block_ends() -> None:
     assert memory.held_bytes == 0
 
 
-def test_an_error_gives_room_back() -> None:
+def test_error_releases_room() -> None:
     memory = DecodingMemory(100)
     with pytest.raises(MemoryError), memory.room(60, always):
         raise MemoryError
     assert memory.held_bytes == 0
 
 
-def test_who_finds_no_room_waits_until_there_is_some() -> None:
+def test_thread_without_room_waits_for_it() -> None:
     memory = DecodingMemory(100)
     with holders(memory) as group:
         first, second = group.add(60), group.add(41)
@@ -104,17 +104,17 @@ def test_who_finds_no_room_waits_until_there_is_some() -> None:
         eventually(lambda: second.has_room is True)
 
 
-def test_a_small_one_does_not_overtake_a_large_one() -> None:
+def test_small_request_does_not_overtake_large_request() -> None:
     memory = DecodingMemory(100)
     with holders(memory) as group:
         first, large, small = group.add(60), group.add(90), group.add(5)
         assert (large.has_room, small.has_room, memory.held_bytes) == (None, None, 60)
         first.leave()
-        eventually(lambda: memory.held_bytes == 95)  # one look lets both in
+        eventually(lambda: memory.held_bytes == 95)  # both get room at once
         assert (large.has_room, small.has_room) == (True, True)
 
 
-def test_one_alone_gets_more_than_there_is() -> None:
+def test_single_request_may_exceed_the_limit() -> None:
     memory = DecodingMemory(100)
     with holders(memory) as group:
         first = group.add(1)
@@ -127,7 +127,7 @@ def test_one_alone_gets_more_than_there_is() -> None:
         eventually(lambda: other.has_room is True)
 
 
-def test_who_is_wanted_no_more_leaves_and_lets_the_next_one_in() -> None:
+def test_unwanted_request_leaves_and_the_next_gets_its_room() -> None:
     memory = DecodingMemory(100)
     with holders(memory) as group:
         first, gone, last = group.add(60), group.add(90), group.add(40)
@@ -140,7 +140,7 @@ def test_who_is_wanted_no_more_leaves_and_lets_the_next_one_in() -> None:
         assert (first.has_room, memory.held_bytes) == (True, 100)
 
 
-def test_one_that_is_not_next_leaves_the_order_as_it_is() -> None:
+def test_unwanted_request_in_the_middle_does_not_change_the_order() -> None:
     memory = DecodingMemory(100)
     with holders(memory) as group:
         first, second, gone, last = [group.add(100) for _ in range(4)]
@@ -152,7 +152,7 @@ def test_one_that_is_not_next_leaves_the_order_as_it_is() -> None:
         eventually(lambda: last.has_room is True)
 
 
-def test_an_error_while_waiting_leaves_no_turn_behind() -> None:
+def test_error_while_waiting_removes_the_request() -> None:
     def fail() -> bool:
         raise ValueError
 
@@ -163,7 +163,7 @@ def test_an_error_while_waiting_leaves_no_turn_behind() -> None:
         assert (memory.num_waiting, memory.held_bytes) == (0, 100)
 
 
-def test_many_threads_never_hold_more_than_there_is_and_all_come_to_an_end() -> None:
+def test_many_threads_keep_the_limit_and_all_finish() -> None:
     memory = DecodingMemory(100)
     lock, is_over = threading.Lock(), threading.Event()
     held: list[int] = []
@@ -189,7 +189,7 @@ def test_many_threads_never_hold_more_than_there_is_and_all_come_to_an_end() -> 
         try:
             served = list(executor.map(work, range(8), timeout=10))
         finally:
-            is_over.set()  # for threads that would wait for ever
+            is_over.set()  # for threads that would wait forever
             memory.look_again()
     assert min(served) > 0
     assert 0 < max(sums) <= 100

@@ -24,7 +24,7 @@ Array = npt.NDArray[Any]
 
 
 def picture() -> npt.NDArray[np.uint8]:
-    """Four smooth quarters, each of its own colour, so that every turn and flip shows."""
+    """Four smooth quarters of different colours, so that every rotation and flip shows."""
     y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
     rgb = np.empty((HEIGHT, WIDTH, 3), np.uint8)
     rgb[..., 0] = 40 + 170 * (x >= WIDTH // 2)
@@ -87,7 +87,7 @@ FORMATS: list[tuple[str, dict[str, Any], int]] = [
 
 
 @pytest.mark.parametrize(("format_", "options", "tolerance"), FORMATS)
-def test_every_format_gives_its_pixels(format_: str, options: dict[str, Any], tolerance: int) -> None:
+def test_every_format_is_decoded_to_its_pixels(format_: str, options: dict[str, Any], tolerance: int) -> None:
     data = save(Image.fromarray(picture()), format_, **options)
     assert read_header(data, LIMITS).format == format_
     assert worst(data, picture()) <= tolerance
@@ -107,7 +107,7 @@ def test_orientation_is_applied_once(
     assert worst(data, np.asarray(ImageOps.exif_transpose(turned))) <= tolerance
 
 
-def test_big_endian_exif_and_exif_behind_the_pixels_count() -> None:
+def test_big_endian_exif_and_exif_behind_the_pixels_are_read() -> None:
     body = b"MM\0*" + struct.pack(">IHHHIHH", 8, 1, 0x0112, 3, 1, 6, 0)
     upright = np.rot90(picture(), -1)
     plain = save(Image.fromarray(picture()), "PNG")
@@ -283,7 +283,7 @@ def test_adobe_cmyk_jpeg_counts_ink_downwards() -> None:
     assert worst(data, np.full((16, 16, 3), (0, 255, 255))) <= 3
 
 
-def test_first_frame_of_an_animation_counts_and_the_rest_is_not_decoded() -> None:
+def test_only_the_first_frame_of_an_animation_is_decoded() -> None:
     frames = [Image.new("RGB", (16, 16), color) for color in ("#c80000", "#00c800", "#0000c8")]
     red = np.full((16, 16, 3), (200, 0, 0))
     for format_, tolerance in (("GIF", 0), ("PNG", 0), ("WEBP", 4), ("AVIF", 4), ("TIFF", 0)):
@@ -301,7 +301,7 @@ def test_apng_shows_its_default_image() -> None:
     assert worst(data, np.full((8, 8, 3), (200, 0, 0))) == 0
 
 
-def test_gif_transparency_and_a_frame_smaller_than_its_screen() -> None:
+def test_gif_transparency_and_screen_around_a_smaller_frame_are_white() -> None:
     image = Image.new("P", (2, 1))
     image.putpalette([10, 20, 30, 200, 0, 0])
     image.putdata([0, 1])
@@ -317,7 +317,7 @@ def test_gif_transparency_and_a_frame_smaller_than_its_screen() -> None:
     assert worst(moved, expected) == 0
 
 
-def test_run_length_bmp_decodes_up_to_a_size() -> None:
+def test_run_length_bmp_is_served_up_to_a_size() -> None:
     def bmp(width: int, height: int, pixels: bytes) -> bytes:
         info = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, len(pixels), 0, 0, 2, 0)
         return (
@@ -328,14 +328,14 @@ def test_run_length_bmp_decodes_up_to_a_size() -> None:
     assert refusal(bmp(4096, 4096, b"\1\0\0\0" * 4096))[:2] == (415, "unsupported_image_format")
 
 
-def test_jpeg_that_strict_mode_refuses_but_pillow_recovers() -> None:
+def test_pillow_decodes_jpeg_that_strict_mode_refuses() -> None:
     data = save(Image.fromarray(picture()), "JPEG", quality=95, subsampling=0)
     junk = data[:2] + b"\xff\xfe\x00\x04abjunk" + data[2:]
     assert worst(junk, picture()) <= 14
     assert refusal(data[:-100])[:2] == (400, "invalid_image")
 
 
-def test_photograph() -> None:
+def test_photograph_is_decoded_as_by_pillow() -> None:
     data = (Path(skimage.__file__).parent / "data" / "rocket.jpg").read_bytes()
     header = read_header(data, LIMITS)
     assert (header.format, header.width, header.height) == ("JPEG", 640, 427)
@@ -344,7 +344,7 @@ def test_photograph() -> None:
         assert np.array_equal(rgb, np.asarray(reference.convert("RGB")))
 
 
-def test_limits_are_inclusive_and_state_both_numbers() -> None:
+def test_limits_are_inclusive_and_errors_state_both_numbers() -> None:
     data = save(Image.fromarray(picture()), "PNG")
     exact = ImageLimits(max_image_bytes=len(data), max_image_pixels=WIDTH * HEIGHT)
     assert read_header(data, exact).decode().shape == (HEIGHT, WIDTH, 3)
@@ -361,19 +361,15 @@ def test_limits_are_inclusive_and_state_both_numbers() -> None:
         assert "1,535" in message
 
 
-def test_a_limit_beyond_what_decoders_support_is_refused() -> None:
+def test_limit_above_the_largest_size_of_decoders_is_refused() -> None:
     with pytest.raises(ValueError, match="178,956,970"):
         ImageLimits(max_image_bytes=1, max_image_pixels=178_956_971)
 
 
-def test_empty_and_foreign_bytes() -> None:
+def test_empty_and_unknown_data_are_refused() -> None:
     assert refusal(b"") == (400, "empty_input", "the image is empty")
     for data in (b"\0", b"\xff\xd8", b"hello, world", np.random.default_rng(0).bytes(1000), b"BM", b"RIFF"):
         assert refusal(data)[:2] == (400, "invalid_image")
-
-
-ICO = save(Image.new("RGB", (16, 16)), "ICO")
-JPEG2000 = save(Image.new("RGB", (16, 16)), "JPEG2000")
 
 
 @pytest.mark.parametrize(
@@ -389,30 +385,21 @@ JPEG2000 = save(Image.new("RGB", (16, 16)), "JPEG2000")
         (zlib.compress(b"hello", wbits=31), "gzip"),
         (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic" + bytes(64), "HEIC"),
         (b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic" + bytes(64), "HEIC"),
-        (b"\0\0\0\x18ftypcrx \0\0\0\1crx isom" + bytes(64), "camera raw"),
         (b"\0\0\0\x18ftypisom\0\0\0\1isommp41" + bytes(64), "MP4"),
         (b"\0\0\0\x14ftypqt  \0\0\0\1qt  " + bytes(64), "QuickTime"),
         (b"\x1a\x45\xdf\xa3" + bytes(64), "WebM"),
         (b"\0\0\0\x0cJXL \r\n\x87\n" + bytes(64), "JPEG XL"),
         (b"\xff\x0a" + bytes(64), "JPEG XL"),
-        (JPEG2000, "JPEG 2000"),
-        (ICO, "icon"),
-        (ICO.replace(b"\0\0\1\0", b"\0\0\2\0", 1), "cursor"),
-        (save(Image.new("RGB", (16, 16)), "TGA"), "TGA"),
-        (save(Image.new("RGB", (16, 16)), "TGA", compression="tga_rle"), "TGA"),
         (b"%PDF-1.7\n", "PDF"),
-        (b"%!PS-Adobe-3.0", "PostScript"),
-        (b"MZ" + bytes(128), "Windows executable"),
-        (b"\x7fELF" + bytes(64), "ELF"),
         (b"PK\3\4" + bytes(64), "ZIP"),
-        (b"8BPS" + bytes(64), "Photoshop"),
-        (b"\x76\x2f\x31\x01" + bytes(64), "OpenEXR"),
-        (b"DDS " + bytes(64), "DDS"),
+        (b"Rar!\x1a\7\1\0", "RAR"),
+        (b"7z\xbc\xaf\x27\x1c" + bytes(64), "7-Zip"),
+        (bytes(257) + b"ustar\x0000", "tar"),
+        (b"RIFF\xff\0\0\0AVI LIST", "AVI"),
+        (b"\0\0\1\xba" + bytes(64), "MPEG"),
         (b"<!doctype html><html>", "HTML"),
         (b"<!DOCTYPE html>\n<html><body><svg width='1'></svg>", "HTML"),
         (b'{"images": []}', "JSON"),
-        (b"P6\n4 4\n255\n" + bytes(48), "Netpbm"),
-        (b"qoif" + bytes(64), "QOI"),
         (b"II*\0\x10\0\0\0CR\2\0" + bytes(64), "camera raw"),
         (b"data:image/png;base64,iVBORw0KGgo=", "the text of a data: URI; send the bytes of the image"),
         (b"\n DATA:;base64,iVBORw0KGgo=", "the text of a data: URI; send the bytes of the image"),
@@ -426,14 +413,21 @@ JPEG2000 = save(Image.new("RGB", (16, 16)), "JPEG2000")
         (b"\x89PNG\r\n\x1a\n" + chunk(b"CgBI", bytes(4)), "iOS"),
     ],
 )
-def test_what_is_known_but_not_served_is_named(data: bytes, name: str) -> None:
+def test_known_formats_that_are_not_served_are_named(data: bytes, name: str) -> None:
     status, code, message = refusal(data)
     assert (status, code) == (415, "unsupported_image_format")
     assert name in message
     assert SERVED_FORMATS in message
 
 
-def test_the_message_for_broken_data_names_the_format_and_no_internals() -> None:
+@pytest.mark.parametrize("format_", ["ICO", "JPEG2000", "TGA", "PPM", "PCX", "SGI"])
+def test_images_of_rare_formats_are_refused(format_: str) -> None:
+    status, code, message = refusal(save(Image.new("RGB", (16, 16)), format_))
+    assert (status, code) == (400, "invalid_image")
+    assert SERVED_FORMATS in message
+
+
+def test_message_for_broken_data_names_only_the_format() -> None:
     data = save(Image.fromarray(picture()), "PNG")
     assert refusal(data[:60]) == (400, "invalid_image", "the PNG data is broken or truncated")
 

@@ -1,4 +1,4 @@
-"""What decoding takes, and that strips of rows, which make it take less, do not show in the pixels."""
+"""The memory that decoding takes, and pixels that do not depend on the strips of rows that reduce it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TURNED[0x0112] = 6
 
 
 def at_once(data: bytes) -> npt.NDArray[np.uint8]:
-    """What Pillow makes of all rows together."""
+    """The pixels that Pillow converts from all rows at once."""
     with Image.open(io.BytesIO(data)) as image:
         image.load()
         if image.mode.startswith("I"):
@@ -91,18 +91,18 @@ def test_images_are_the_same_in_strips_of_rows_as_at_once(
 
 @pytest.mark.parametrize("mode", ["P", "RGBA", "I;16"])
 @pytest.mark.parametrize(("width", "height"), [(1, 300_000), (300_000, 1), (300_000, 2), (512, 1024)])
-def test_strips_of_extreme_sizes(mode: str, width: int, height: int) -> None:
+def test_images_of_extreme_sizes_are_the_same_in_strips(mode: str, width: int, height: int) -> None:
     check_strips(save(noise(mode, width, height), "PNG", compress_level=1))
 
 
-def test_strips_of_what_only_tiff_has() -> None:
+def test_layouts_of_tiff_are_the_same_in_strips() -> None:
     width, height = 700, 401
     pixels = np.random.default_rng(7).bytes(2 * width * height)
     check_strips(tiff(width, height, pixels, {258: (8, 8), 262: (1,), 277: (2,), 338: (1,)}))
     check_strips(tiff(width, height, pixels, {258: (16,), 262: (1,)}, ">"))
 
 
-def test_strips_of_a_frame_smaller_than_its_screen() -> None:
+def test_frame_smaller_than_its_screen_is_the_same_in_strips() -> None:
     data = save(noise("P", 700, 401), "GIF", transparency=5)
     at = data.index(b"\x2c\0\0\0\0")
     screen, frame = struct.pack("<HH", 800, 500), struct.pack("<HH", 60, 40)
@@ -112,7 +112,7 @@ def test_strips_of_a_frame_smaller_than_its_screen() -> None:
     assert np.array_equal(rgb, expected)
 
 
-def test_a_value_beyond_sixteen_bits_in_the_last_strip_is_seen() -> None:
+def test_value_beyond_sixteen_bits_in_the_last_strip_is_refused() -> None:
     values = np.zeros((401, 700), np.int32)
     values[-1, -1] = 70_000
     header = read_header(save(Image.fromarray(values), "TIFF"), LIMITS)
@@ -137,7 +137,7 @@ LARGE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tiff-one-strip": ("TIFF", "RGBA", {"compression": "tiff_adobe_deflate", "strip_size": 1 << 30}),
 }
 
-# Blocks of the allocator go back to the system when they are freed, so that none is there already.
+# The allocator returns freed blocks to the system, so that decoding reuses none.
 ENVIRONMENT = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
 PROGRAM = """
 import sys
@@ -173,7 +173,7 @@ WEBP_TABLES = ["plain", "frame", "alpha"]
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
-    """What decoding took in a process of its own, and what the header said, in bytes."""
+    """The peak of decoding in a process of its own, and `decoding_bytes` of the header, by name."""
     folder = tmp_path_factory.mktemp("large")
     for name, data in {**{name: large(*how) for name, how in LARGE.items()}, **large_tiffs()}.items():
         (folder / name).write_bytes(data)
@@ -186,16 +186,14 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]
 
 
 @pytest.mark.parametrize("name", [*LARGE, *large_tiffs(), *WEBP_TABLES])
-def test_decoding_takes_no_more_than_the_header_says(name: str, peaks: dict[str, tuple[int, int]]) -> None:
+def test_decoding_takes_at_most_decoding_bytes(name: str, peaks: dict[str, tuple[int, int]]) -> None:
     peak, said = peaks[name]
-    assert peak <= said + (4 << 20)  # of a strip of rows
+    assert peak <= said + (4 << 20)  # for a strip of rows
     assert said <= LIMITS.max_decoding_bytes
 
 
 @pytest.mark.parametrize("name", ["png-alpha", "png-transparent-color", "png-palette"])
-def test_decoding_takes_much_less_than_all_rows_at_once_would(
-    name: str, peaks: dict[str, tuple[int, int]]
-) -> None:
+def test_strips_take_much_less_than_all_rows_at_once(name: str, peaks: dict[str, tuple[int, int]]) -> None:
     assert peaks[name][0] < 10 * SIDE * SIDE
 
 

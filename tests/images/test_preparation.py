@@ -1,4 +1,4 @@
-"""What the decode threads do, with an executor whose work runs when, and in the order that, the test says."""
+"""The work of the decode threads, with an executor that runs each piece of work when the test says so."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from models import EncodeItem, Patches, Preprocessor, VisionEncoder
 from service.errors import ApiError
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageLimits
-from service.images.preparation import Preparation, Preparer
+from service.images.preparation import Preparation, PreparationResources
 from service.intake.options import resolve_options
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
@@ -29,7 +29,7 @@ TRUNCATED = encode_image(64, 64)[:-200]
 
 
 class ByHand(Executor):
-    """Runs nothing by itself."""
+    """Keeps the work until `run` is called."""
 
     def __init__(self) -> None:
         self.work: list[Callable[[], object]] = []
@@ -43,7 +43,7 @@ class ByHand(Executor):
 
 
 class Counting(Preprocessor):
-    """Counts the images that were decoded. `meanwhile` is called for each, while it is there."""
+    """Counts the decoded images, and calls `meanwhile` for each of them."""
 
     def __init__(self) -> None:
         super().__init__(CONFIG)
@@ -57,7 +57,7 @@ class Counting(Preprocessor):
 
 
 class Bench:
-    """One request at a time, on its way to a queue whose devices never come."""
+    """Prepares requests for a queue from which no device takes."""
 
     def __init__(self, callers: Callers, max_queue_tokens: int = 1000, max_tokens: int = 1000) -> None:
         self.callers = callers
@@ -71,11 +71,13 @@ class Bench:
         self.batcher.add_device("a")
         self.memory = DecodingMemory(2**24)
         limits_of_images = ImageLimits(2**20, 2**20)
-        self._preparer = Preparer(self.batcher, self.executor, limits_of_images, max_tokens, self.memory)
+        self._resources = PreparationResources(
+            self.batcher, self.executor, limits_of_images, max_tokens, self.memory
+        )
 
     def start(self, *images: bytes) -> tuple[Ticket, Preparation]:
         ticket = self.callers.ticket()
-        preparation = Preparation(self._preparer, images, resolve_options({}, None), ticket, self._encoder)
+        preparation = Preparation(self._resources, images, resolve_options({}, None), ticket, self._encoder)
         preparation.start()
         return ticket, preparation
 
@@ -91,7 +93,7 @@ def bench(callers: Callers) -> Bench:
     return Bench(callers)
 
 
-def test_one_image_is_queued_after_one_piece_of_work(bench: Bench) -> None:
+def test_single_image_is_queued_by_one_piece_of_work(bench: Bench) -> None:
     ticket, preparation = bench.start(encode_image(64, 96))
     assert (len(bench.executor.work), bench.batcher.waiting_images) == (1, 0)
     bench.executor.run()
@@ -102,7 +104,7 @@ def test_one_image_is_queued_after_one_piece_of_work(bench: Bench) -> None:
     assert not ticket.ended
 
 
-def test_images_are_queued_in_order_and_together_in_whatever_order_they_are_decoded(bench: Bench) -> None:
+def test_images_are_queued_together_and_in_order_whatever_the_order_of_decoding(bench: Bench) -> None:
     _, preparation = bench.start(*[encode_image(32 * n, 32) for n in (1, 2, 3, 4)])
     bench.executor.run()
     assert bench.preprocessor.num_decoded == 1
@@ -120,7 +122,7 @@ def test_images_are_queued_in_order_and_together_in_whatever_order_they_are_deco
 @pytest.mark.parametrize(
     ("broken", "named"), [((0, 2), 0), ((1, 3), 1), ((1, 2, 3), 1), ((2, 3), 2), ((3,), 3)]
 )
-def test_the_first_broken_image_is_named_in_whatever_order_they_are_decoded(
+def test_first_broken_image_is_named_whatever_the_order_of_decoding(
     order: Sequence[int], broken: Sequence[int], named: int, bench: Bench
 ) -> None:
     ticket, _ = bench.start(*[TRUNCATED if index in broken else encode_image() for index in range(4)])
@@ -132,7 +134,7 @@ def test_the_first_broken_image_is_named_in_whatever_order_they_are_decoded(
     assert bench.batcher.waiting_images == 0
 
 
-def test_the_first_broken_image_is_named_where_a_later_one_fails_last(bench: Bench) -> None:
+def test_first_broken_image_is_named_if_a_later_image_fails_last(bench: Bench) -> None:
     class Overtaken(Counting):
         def __call__(self, rgb: npt.NDArray[np.uint8], *, pin_memory: bool = False) -> Patches:
             if rgb.shape[0] == 32:  # the last image; the broken ones are decoded while it is
@@ -147,7 +149,7 @@ def test_the_first_broken_image_is_named_where_a_later_one_fails_last(bench: Ben
     assert bench.refusal(ticket) == (400, "invalid_image", "images[1]")
 
 
-def test_behind_a_broken_image_nothing_more_is_decoded(bench: Bench) -> None:
+def test_images_after_a_broken_image_are_not_decoded(bench: Bench) -> None:
     ticket, _ = bench.start(TRUNCATED, *[encode_image()] * 3)
     for _ in range(4):
         bench.executor.run()
@@ -155,7 +157,7 @@ def test_behind_a_broken_image_nothing_more_is_decoded(bench: Bench) -> None:
     assert bench.preprocessor.num_decoded == 0
 
 
-def test_nothing_is_read_for_who_left_before(bench: Bench) -> None:
+def test_nothing_is_read_for_a_caller_that_left_before(bench: Bench) -> None:
     ticket, _ = bench.start(b"no image")
     bench.batcher.cancel(ticket)
     bench.executor.run()
@@ -163,7 +165,7 @@ def test_nothing_is_read_for_who_left_before(bench: Bench) -> None:
     assert bench.executor.work == []
 
 
-def test_nothing_is_decoded_once_the_caller_left(bench: Bench) -> None:
+def test_nothing_is_decoded_after_the_caller_left(bench: Bench) -> None:
     ticket, _ = bench.start(*[encode_image()] * 3)
     bench.executor.run()
     assert bench.preprocessor.num_decoded == 1
@@ -175,7 +177,7 @@ def test_nothing_is_decoded_once_the_caller_left(bench: Bench) -> None:
     assert (bench.batcher.waiting_images, bench.batcher.reserved_tokens) == (0, 0)
 
 
-def test_what_is_not_admitted_is_not_decoded(callers: Callers) -> None:
+def test_request_that_is_not_admitted_is_not_decoded(callers: Callers) -> None:
     bench = Bench(callers, max_queue_tokens=13)
     waiting, _ = bench.start(encode_image())
     bench.executor.run()
@@ -191,7 +193,7 @@ def test_what_is_not_admitted_is_not_decoded(callers: Callers) -> None:
     assert bench.refusal(never) == (413, "too_many_tokens", None)
 
 
-def test_tokens_of_a_request_are_counted_before_it_is_admitted(callers: Callers) -> None:
+def test_tokens_of_a_request_are_limited_before_it_is_admitted(callers: Callers) -> None:
     bench = Bench(callers, max_tokens=11)
     ticket, _ = bench.start(encode_image(), encode_image())
     bench.executor.run()
@@ -199,7 +201,7 @@ def test_tokens_of_a_request_are_counted_before_it_is_admitted(callers: Callers)
     assert bench.preprocessor.num_decoded == 0
 
 
-def test_an_error_of_our_own_ends_the_request_too(bench: Bench) -> None:
+def test_unexpected_error_ends_the_request(bench: Bench) -> None:
     class Failing(Counting):
         def __call__(self, rgb: npt.NDArray[np.uint8], *, pin_memory: bool = False) -> Patches:
             raise MemoryError
@@ -212,7 +214,7 @@ def test_an_error_of_our_own_ends_the_request_too(bench: Bench) -> None:
     assert bench.batcher.reserved_tokens == 0
 
 
-def test_other_tokens_than_were_admitted_are_no_silent_leak(bench: Bench) -> None:
+def test_number_of_tokens_that_differs_from_the_admitted_one_is_an_error(bench: Bench) -> None:
     class Odd(Counting):
         def num_tokens(self, height: int, width: int) -> int:
             return super().num_tokens(height, width) + 1
@@ -225,7 +227,7 @@ def test_other_tokens_than_were_admitted_are_no_silent_leak(bench: Bench) -> Non
 
 
 @pytest.mark.parametrize("num_images", [1, 3])
-def test_a_queue_that_fails_ends_the_request(num_images: int, bench: Bench) -> None:
+def test_failing_queue_ends_the_request(num_images: int, bench: Bench) -> None:
     class Failing(Batcher):
         def put(self, ticket: Ticket, items: Sequence[EncodeItem]) -> None:
             raise RuntimeError("odd")
@@ -250,14 +252,14 @@ def test_memory_is_held_until_an_image_is_cut_into_patches(bench: Bench) -> None
         assert bench.memory.held_bytes == 0
 
 
-def test_an_image_that_cannot_be_decoded_gives_its_memory_back(bench: Bench) -> None:
+def test_broken_image_releases_its_memory(bench: Bench) -> None:
     ticket, _ = bench.start(TRUNCATED)
     bench.executor.run()
     assert bench.refusal(ticket) == (400, "invalid_image", "images[0]")
     assert bench.memory.held_bytes == 0
 
 
-def test_threads_decode_as_many_images_at_a_time_as_there_is_memory_for(bench: Bench) -> None:
+def test_memory_limits_the_number_of_images_decoded_at_a_time(bench: Bench) -> None:
     lock = threading.Lock()
     held: list[int] = []
     decoding: list[None] = []
@@ -285,7 +287,7 @@ def test_threads_decode_as_many_images_at_a_time_as_there_is_memory_for(bench: B
     assert bench.batcher.waiting_images == 7
 
 
-def test_nothing_is_decoded_for_who_left_while_it_waited_for_memory(bench: Bench) -> None:
+def test_nothing_is_decoded_for_a_caller_that_left_during_the_wait_for_memory(bench: Bench) -> None:
     ticket, preparation = bench.start(encode_image())
     with ThreadPoolExecutor(1) as executor, bench.memory.room(bench.memory.max_bytes, lambda: True):
         executor.submit(bench.executor.run)

@@ -1,4 +1,4 @@
-"""What is set aside for the tables of lossless WebP, and that nothing changes for the files of an encoder."""
+"""The memory reserved for the tables of lossless WebP: bounded, and small for the files of an encoder."""
 
 from __future__ import annotations
 
@@ -31,34 +31,32 @@ def lossless(num_bytes: int) -> bytes:
         (10**6, 4096, 65_536 * 20_584),
     ],
 )
-def test_tables_are_bounded_by_the_data_by_the_pixels_and_by_the_format(
-    num_bytes: int, side: int, expected: int
-) -> None:
+def test_tables_are_bounded_by_data_pixels_and_format(num_bytes: int, side: int, expected: int) -> None:
     assert tables_bytes(riff(lossless(num_bytes)), side, side) == expected
 
 
 @pytest.mark.parametrize(
     ("data", "num_bytes"),
     [
-        (riff(chunk(b"VP8 ", bytes(1000)), lossless(500)), 0),  # the second chunk is nothing
+        (riff(chunk(b"VP8 ", bytes(1000)), lossless(500)), 0),  # the second chunk is not part of the image
         (riff(vp8x(0, 900, 900), chunk(b"VP8 ", bytes(1000))), 0),
         (riff(vp8x(0, 900, 900), chunk(b"ICCP", bytes(9)), lossless(500)), 500),
         (riff(vp8x(16, 900, 900), chunk(b"ALPH", bytes(501)), chunk(b"VP8 ", bytes(1000))), 501),
         (riff(vp8x(2, 900, 900), frame(900, 900, chunk(b"VP8 ", bytes(9))), lossless(5)), 5),
         (riff(vp8x(2, 900, 900), frame(9, 9, lossless(30)), frame(9, 9, lossless(70))), 70),
-        (riff(vp8x(0, 900, 900), lossless(500))[:-100], 400),  # no more than there is
+        (riff(vp8x(0, 900, 900), lossless(500))[:-100], 400),  # truncated
     ],
 )
-def test_only_lossless_data_need_tables_and_one_image_at_a_time(data: bytes, num_bytes: int) -> None:
+def test_tables_are_those_of_the_largest_lossless_data(data: bytes, num_bytes: int) -> None:
     assert tables_bytes(data, 900, 900) == num_bytes * 2275
 
 
-def test_a_file_of_endless_chunks_is_refused() -> None:
+def test_file_of_too_many_chunks_is_refused() -> None:
     with pytest.raises(ValueError, match="too many"):
         list(webp_chunks(riff(vp8x(0, 9, 9), bytes(8) * 70_000)))
 
 
-def test_lossy_webp_is_as_cheap_as_its_pixels() -> None:
+def test_lossy_webp_needs_no_memory_for_tables() -> None:
     exif = Image.Exif()
     exif[ORIENTATION] = 6
     for options in ({}, {"exif": exif}):
@@ -66,7 +64,7 @@ def test_lossy_webp_is_as_cheap_as_its_pixels() -> None:
         assert read_header(data, LIMITS).decoding_bytes == 17 * 640 * 480 + len(data)
 
 
-def test_ordinary_lossless_webp_is_decoded_as_before_and_in_proportion_to_its_data() -> None:
+def test_lossless_webp_of_an_encoder_is_exact_and_its_memory_is_bounded_by_its_data() -> None:
     rgb = np.random.default_rng(7).integers(0, 256, (60, 80, 3), np.uint8)
     exif = Image.Exif()
     exif[ORIENTATION] = 6

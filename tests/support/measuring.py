@@ -1,4 +1,4 @@
-"""What a piece of work costs: time on a machine as fast as ours, and memory at its peak."""
+"""Measures work: its time, scaled to a machine of known speed, and its peak of memory."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-_NOMINAL_S = 0.06  # what `slowness` measures, on the machine that limits of time were set on
+_NOMINAL_S = 0.06  # the time in `slowness` on the machine for which limits of time were chosen
 _STATUS, _CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # Linux only
 
 
 def growth(work: Callable[[int], object], size: int) -> float:
-    """How many times as much CPU time a piece of work takes for four times the size: 4 if it is linear.
+    """The CPU time for four times the size, divided by the time for the size: 4 if the work is linear.
 
-    The least of several runs of each, so that a busy machine does not count.
+    Takes the fastest of several runs of each, so that a busy machine does not count.
     """
     return _least_cpu_s(functools.partial(work, 4 * size)) / _least_cpu_s(functools.partial(work, size))
 
@@ -39,11 +39,11 @@ class Measured(NamedTuple, Generic[T]):
 
     result: T
     seconds: float  # of wall time, divided by the machine's slowness
-    peak_growth_bytes: int  # over what was resident before; 0 where the system does not tell
+    peak_growth_bytes: int  # above the resident memory before; 0 if the system does not report it
 
 
 def measure(action: Callable[[], T], *, max_seconds: float) -> Measured[T]:
-    """Does it once, or, because a machine may be busy, up to three times until it keeps the limit."""
+    """Runs the action until it keeps the limit, up to three times because the machine may be busy."""
     for _ in range(3):
         measured = _measure_once(action)
         if measured.seconds < max_seconds:
@@ -61,7 +61,7 @@ def _measure_once(action: Callable[[], T]) -> Measured[T]:
 
 @functools.cache
 def slowness() -> float:
-    """How much slower than nominal this machine is; 1 for a faster one."""
+    """How many times slower than nominal this machine is; never less than 1."""
     data = random.Random(1).randbytes(1 << 14) * 1000
     durations = []
     for _ in range(3):
@@ -72,7 +72,7 @@ def slowness() -> float:
 
 
 def _reset_peak() -> int:
-    """Makes the peak of resident memory what is resident now, and returns it."""
+    """Resets the peak of resident memory to the memory that is resident now, and returns it."""
     if _CLEAR_REFS.exists():
         _CLEAR_REFS.write_text("5")
     return _status_bytes("VmHWM")

@@ -1,4 +1,4 @@
-"""Lossless WebP files with a group of Huffman codes for every 4 × 4 pixels, which no encoder makes."""
+"""Lossless WebP files with a group of Huffman codes for every 4 × 4 pixels. No encoder writes such files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _CACHE_BITS = 11  # adds 2048 symbols to the first code of a group
 
 
 def _bits(*fields: tuple[int, int]) -> list[int]:
-    """Of (value, number of bits), the lowest first."""
+    """The bits of each (value, number of bits), the lowest bit first."""
     return [value >> bit & 1 for value, num_bits in fields for bit in range(num_bits)]
 
 
 def _one_length(length: int, num_symbols: int) -> list[int]:
-    """A code whose first symbols all have the same length, above 5, which takes no bits to say."""
+    """A code whose first `num_symbols` symbols all have the same length, above 5."""
     lengths = [int(other == length) for other in (17, 18, 0, 1, 2, 3, 4, 5, 16, *range(6, length + 1))]
     said = [(0, 1), (len(lengths) - 4, 4), *((present, 3) for present in lengths)]
     return _bits(*said, (1, 1), (5, 3), (num_symbols - 2, 12))
@@ -31,7 +31,7 @@ LONG_CODES = (*_one_length(11, 2048), *_SIMPLE * 4)
 
 
 def vp8l(width: int, height: int, group: Iterable[int], bits_per_pixel: int = 0) -> bytes:
-    """The body of the chunk: an image of zeros, whose code is that of so many bits."""
+    """The body of the chunk: an image of zeros, each of which takes `bits_per_pixel` bits."""
     num_groups = -(-width // 4) * -(-height // 4)
     assert num_groups <= 65_536
     header = _bits((0x2F, 8), (width - 1, 14), (height - 1, 14), (1, 1), (0, 3), (0, 1))
@@ -64,7 +64,7 @@ def frame(width: int, height: int, *chunks: bytes) -> bytes:
 
 
 def many_tables(how: str, side: int) -> bytes:
-    """Lossless data with as many groups as `side` allows: plain, in a frame, or as alpha, with long codes."""
+    """Lossless data with the most groups for `side`: plain, in a frame, or as alpha with long codes."""
     if how == "plain":
         return riff(chunk(b"VP8L", vp8l(side, side, SHORT_CODES)))
     if how == "frame":
