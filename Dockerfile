@@ -1,9 +1,9 @@
-# The server in a container of its own: no root, nothing written outside the volume /cache and /tmp.
+# The server in a container: it runs without root and writes only to the volume /cache and to /tmp.
 #
 #     docker build -t vision-sidecar .                              for NVIDIA GPUs
 #     docker build -t vision-sidecar:cpu --build-arg TORCH=cpu .    for CPUs, and much smaller
 #
-# CUDA comes with the wheels of torch; the host needs NVIDIA's driver and container toolkit, and no CUDA.
+# CUDA comes with the wheels of torch. The host needs NVIDIA's driver and container toolkit, but no CUDA.
 
 ARG PYTHON=3.11.14-slim-bookworm
 
@@ -13,11 +13,9 @@ ENV PIP_NO_CACHE_DIR=1
 WORKDIR /app
 COPY pyproject.toml README.md LICENSE ./
 COPY deploy/install.sh deploy/constraints.txt deploy/
-# Empty packages in place of the code, so that a change of the code leaves the layer with the dependencies as it was.
-# uv has done its work if it was asked for a build of torch.
-RUN for package in models service service/api_servers service/bench service/encoding service/routes; do \
-        mkdir $package && touch $package/__init__.py; \
-    done \
+# Empty packages stand in for the code, so that a change of the code does not rebuild the layer with the dependencies.
+# uv may have installed torch; it is not needed afterwards.
+RUN mkdir models service && touch models/__init__.py service/__init__.py \
     && PYTHON=python TORCH=$TORCH deploy/install.sh /opt/venv . \
     && /opt/venv/bin/python -m pip uninstall -q -y uv
 COPY models models
@@ -33,7 +31,7 @@ LABEL org.opencontainers.image.title="vision-sidecar" \
     org.opencontainers.image.licenses="Apache-2.0"
 
 # Triton compiles its launchers with a C compiler when the server starts.
-# Debian keeps only the newest build of a package, so a version that is written here would soon be gone.
+# No versions: Debian keeps only the newest build of a package.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends gcc libc6-dev \
@@ -41,12 +39,12 @@ RUN apt-get update \
     && useradd --uid 10001 --user-group --no-create-home --home-dir /cache --shell /usr/sbin/nologin sidecar \
     && install -d -o sidecar -g sidecar /cache
 
-# The folder of the build has to be the same here: the environment points to the code in it.
+# The same folder as in the build, because the virtual environment points to the code in it.
 COPY --from=build /opt/venv /opt/venv
 COPY --from=build /app /app
 
-# /cache keeps what was downloaded and compiled: with it as a volume a second start is fast. malloc is told to give large
-# buffers back to the system, so that memory in use is what the process shows.
+# /cache keeps downloads and compiled kernels: as a volume it makes the second start fast. The MALLOC_ variables make
+# malloc return large buffers to the system, so that the size of the process is the memory in use.
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/cache \

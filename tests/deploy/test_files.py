@@ -147,10 +147,11 @@ def test_compose_publishes_on_this_machine_only_and_runs_in_a_profile(service: s
     assert not re.search(r":latest$", definition["image"])
 
 
-def test_compose_starts_vllm_once_the_server_is_ready_and_without_its_vision_encoder() -> None:
+def test_compose_starts_vllm_once_the_server_is_ready_and_for_embeddings_only() -> None:
     vllm = COMPOSE["services"]["vllm"]
     assert vllm["depends_on"]["vision-sidecar"]["condition"] == "service_healthy"
-    assert {"--enable-mm-embeds", '--limit-mm-per-prompt={"image":0,"video":0}'} <= set(vllm["command"])
+    # With a limit of 0 for video, too, vLLM 0.32 and 0.33 fail at the first embedding with deepstack columns.
+    assert {"--enable-mm-embeds", '--limit-mm-per-prompt={"image":0}'} <= set(vllm["command"])
     server = COMPOSE["services"]["vision-sidecar"]["environment"]
     assert server["VISION_SIDECAR_MODEL"] == vllm["command"][0]
     assert f"--revision={server['VISION_SIDECAR_REVISION']}" in vllm["command"]
