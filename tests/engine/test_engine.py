@@ -349,6 +349,40 @@ def test_leaving_while_loading_takes_nothing_any_more(start: Start, gate: thread
     assert engine.state is State.DRAINING
 
 
+class LoadedAfterFirstUse:
+    """A lock. When its first use by this thread ends, loading ends as well."""
+
+    def __init__(self, lock: threading.Lock, end_loading: Callable[[], None]) -> None:
+        self._lock = lock
+        self._end_loading = end_loading
+        self._thread = threading.get_ident()
+        self._is_used = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        if not self._is_used and threading.get_ident() == self._thread:
+            self._is_used = True
+            self._end_loading()
+
+
+def test_leaving_engine_does_not_become_ready_if_loading_ends_meanwhile(
+    start: Start, gate: threading.Event
+) -> None:
+    engine = start(load=gate.wait, wait=False)
+
+    def end_loading() -> None:
+        gate.set()
+        eventually(lambda: engine.state is not State.LOADING)
+
+    engine._lock = LoadedAfterFirstUse(engine._lock, end_loading)  # type: ignore[assignment]
+    engine.leave()
+    eventually(lambda: engine.close())
+    assert engine.state is State.DRAINING
+
+
 def test_draining_refuses_newcomers_and_keeps_who_is_in(start: Start, callers: Callers) -> None:
     engine = start()
     with engine.accept():
