@@ -1,4 +1,4 @@
-"""The engine joins the app to the models: it loads the replicas, and knows whether requests are taken.
+"""The engine joins the app to the models: it loads the replicas, and knows whether requests are accepted.
 
     LOADING ──► READY ──► LEAVING ──► DRAINING        any state ──► FAILED
        └────────────────────────────────▲
@@ -13,7 +13,7 @@ import asyncio
 import gc
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from enum import Enum
@@ -36,9 +36,21 @@ logger = logging.getLogger(__name__)
 class State(Enum):
     LOADING = "loading"
     READY = "ready"
-    LEAVING = "leaving"  # no longer ready, but requests are still taken
+    LEAVING = "leaving"  # no longer ready, but requests are still accepted
     DRAINING = "draining"  # accepted requests are finished, new ones are refused
     FAILED = "failed"  # only a restart of the process helps
+
+
+# The state machine. For each event, the states in which it has an effect, and the state that follows each.
+Transitions = Mapping[State, State]
+
+_LOADED: Transitions = {State.LOADING: State.READY}
+_LOAD_FAILED: Transitions = {State.LOADING: State.FAILED, State.DRAINING: State.FAILED}
+_LEAVE: Transitions = {State.READY: State.LEAVING, State.LOADING: State.DRAINING}
+_DRAIN: Transitions = dict.fromkeys((State.LOADING, State.READY, State.LEAVING), State.DRAINING)
+_FAILED: Transitions = dict.fromkeys(
+    (State.LOADING, State.READY, State.LEAVING, State.DRAINING), State.FAILED
+)
 
 
 class Engine:
@@ -142,11 +154,11 @@ class Engine:
             version=self._version,
         )
         self._encoder = encoder
-        if self._enter(State.READY, [State.LOADING]):
+        if self._change_state(_LOADED):
             logger.info("ready: model %s on %s", self._model_name, ", ".join(self.devices))
 
     def _on_load_failed(self, error: BaseException) -> None:
-        if not self._enter(State.FAILED, [State.LOADING, State.DRAINING]):
+        if not self._change_state(_LOAD_FAILED):
             return  # another replica has reported it
         trace = None if isinstance(error, ModelError) else error
         logger.error("cannot load model %s: %s", self._model_name, error, exc_info=trace)
@@ -164,17 +176,17 @@ class Engine:
 
     def check_ready(self) -> None:
         """Raises `Unavailable` unless the server is ready for new requests."""
-        self._check_taking()
+        self._check_accepting()
         if self.state is State.LEAVING:
             raise _shutting_down()
 
     def check_room(self) -> None:
         """Raises `Unavailable` or `TooManyRequests` if every new request would be refused."""
-        self._check_taking()
+        self._check_accepting()
         self.batcher.check_room()
 
-    def _check_taking(self) -> None:
-        """Raises `Unavailable` unless new requests are taken."""
+    def _check_accepting(self) -> None:
+        """Raises `Unavailable` unless new requests are accepted."""
         self.check_loaded()
         if self.state is State.DRAINING:
             raise _shutting_down()
@@ -183,9 +195,9 @@ class Engine:
     def accept(self) -> Iterator[None]:
         """Accepts one request, which will be finished even if the server is told to stop meanwhile.
 
-        Raises `Unavailable` if the request is not taken.
+        Raises `Unavailable` if the request is refused.
         """
-        self._check_taking()
+        self._check_accepting()
         self.num_accepted += 1
         try:
             yield
@@ -200,7 +212,7 @@ class Engine:
     def _lose_device(self, error: DeviceError) -> None:
         """A lost device ends the process, after the other devices have finished the accepted requests."""
         self._metrics.set_device_up(error.device, False)
-        self._fail()
+        self._change_state(_FAILED)
         if self._owns_devices:
             logger.critical("%s", error)
 
@@ -214,7 +226,7 @@ class Engine:
     def on_watch_ended(self, watching: asyncio.Task[None]) -> None:
         """Called when the task of `watch` ends. Without the watch a stuck device would go unnoticed."""
         error = None if watching.cancelled() else watching.exception()
-        if error is not None and self._fail():
+        if error is not None and self._change_state(_FAILED):
             logger.critical("cannot watch the devices: %s", error, exc_info=error)
 
     @property
@@ -223,13 +235,12 @@ class Engine:
         return not self.num_accepted and self.batcher.is_idle
 
     def leave(self) -> None:
-        """The server is no longer ready, but still takes requests. If it is still loading, it takes none."""
-        self._enter(State.LEAVING, [State.READY])
-        self._enter(State.DRAINING, [State.LOADING])
+        """The server is no longer ready but accepts requests. A server that is still loading refuses them."""
+        self._change_state(_LEAVE)
 
     def drain(self) -> None:
         """From now on, new requests are refused."""
-        self._enter(State.DRAINING, [State.LOADING, State.READY, State.LEAVING])
+        self._change_state(_DRAIN)
 
     def close(self) -> bool:
         """Ends the threads of the replicas if they have no work. False if some end only with the process.
@@ -250,17 +261,14 @@ class Engine:
             replica.close()
         return len(ending) == len(self._group.replicas)
 
-    def _fail(self) -> bool:
-        """Enters FAILED from any other state. False if it had failed already."""
-        return self._enter(State.FAILED, [state for state in State if state is not State.FAILED])
-
-    def _enter(self, state: State, expected: Sequence[State]) -> bool:
-        """Changes the state if it is one of `expected`. False if it is not."""
+    def _change_state(self, transitions: Transitions) -> bool:
+        """Enters the state that follows the present one. False if the event has no effect in it."""
         with self._lock:
-            if self.state not in expected:
+            following = transitions.get(self.state)
+            if following is None:
                 return False
-            self.state = state
-            self._metrics.ready.set(state is State.READY)
+            self.state = following
+            self._metrics.ready.set(following is State.READY)
             return True
 
 

@@ -82,7 +82,7 @@ def code_of_error(error: Exception) -> str:
     return error.code
 
 
-def admit(engine: Engine) -> None:
+def accept(engine: Engine) -> None:
     with engine.accept():
         pass
 
@@ -102,12 +102,12 @@ def fail_late(gate: threading.Event) -> FakeEncoder:
     return FakeEncoder(fail)
 
 
-def test_it_is_alive_but_not_ready_while_loading(start: Start, gate: threading.Event) -> None:
+def test_engine_is_alive_but_not_ready_while_loading(start: Start, gate: threading.Event) -> None:
     engine = start(load=gate.wait, wait=False)
     engine.check_alive()
-    assert {code_of(check) for check in (engine.check_ready, engine.check_loaded, lambda: admit(engine))} == {
-        "not_ready"
-    }
+    assert {
+        code_of(check) for check in (engine.check_ready, engine.check_loaded, lambda: accept(engine))
+    } == {"not_ready"}
     gate.set()
     eventually(lambda: engine.state is State.READY)
     engine.check_ready()
@@ -115,35 +115,37 @@ def test_it_is_alive_but_not_ready_while_loading(start: Start, gate: threading.E
 
 
 class SlowInfo(Metrics):
-    """Says what was loaded once the gate is open."""
+    """Metrics whose `set_info` blocks until the gate opens."""
 
     def __init__(self, registry: CollectorRegistry, gate: threading.Event) -> None:
         super().__init__(registry, ())
-        self.is_asked = threading.Event()
+        self.has_begun = threading.Event()
         self._gate = gate
 
     def set_info(self, *, model: str, fingerprint: str, dtype: str, attn_backend: str, version: str) -> None:
-        self.is_asked.set()
+        self.has_begun.set()
         self._gate.wait()
 
 
-def test_no_request_is_taken_before_it_is_ready(
+def test_requests_are_refused_until_the_engine_is_ready(
     start: Start, registry: CollectorRegistry, gate: threading.Event
 ) -> None:
     metrics = SlowInfo(registry, gate)
     has_started = threading.Event()
     engine = start(load=has_started.wait, wait=False, metrics=metrics)
     has_started.set()
-    assert metrics.is_asked.wait(10)
+    assert metrics.has_begun.wait(10)
     assert engine.state is State.LOADING
-    for check in (engine.check_ready, engine.check_room, engine.check_loaded, lambda: admit(engine)):
+    for check in (engine.check_ready, engine.check_room, engine.check_loaded, lambda: accept(engine)):
         assert code_of(check) == "not_ready"
     gate.set()
     eventually(lambda: engine.state is State.READY)
-    admit(engine)
+    accept(engine)
 
 
-def test_ready_is_a_metric(start: Start, gate: threading.Event, registry: CollectorRegistry) -> None:
+def test_metrics_say_whether_the_engine_is_ready(
+    start: Start, gate: threading.Event, registry: CollectorRegistry
+) -> None:
     engine = start(load=gate.wait, wait=False)
     assert registry.get_sample_value("vision_sidecar_ready") == 0
     gate.set()
@@ -159,7 +161,7 @@ def test_ready_is_a_metric(start: Start, gate: threading.Event, registry: Collec
 @pytest.mark.parametrize(
     ("error", "has_trace"), [(ModelError("no such folder"), False), (KeyError("weights"), True)]
 )
-def test_a_model_that_cannot_be_loaded_is_a_failure_in_one_line(
+def test_failed_load_fails_the_engine_and_logs_one_line(
     start: Start, error: Exception, has_trace: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load() -> None:
@@ -173,7 +175,7 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_in_one_line(
     assert (record.exc_info is not None) == has_trace
 
 
-def test_batches_are_counted_even_if_nobody_waits(
+def test_batch_is_counted_if_its_embeddings_are_not_awaited(
     start: Start, registry: CollectorRegistry, callers: Callers
 ) -> None:
     engine = start()
@@ -186,7 +188,7 @@ def test_batches_are_counted_even_if_nobody_waits(
     assert ticket.ended
 
 
-def test_a_batch_that_fails_leaves_the_device_in_service(start: Start, callers: Callers) -> None:
+def test_failed_batch_does_not_end_its_device(start: Start, callers: Callers) -> None:
     engine = start(fail_with(RuntimeError("odd shape")))
     error = callers.error(put(callers, engine))
     assert isinstance(error, InternalError)
@@ -195,19 +197,19 @@ def test_a_batch_that_fails_leaves_the_device_in_service(start: Start, callers: 
     assert engine.state is State.READY
 
 
-def test_a_lost_device_turns_every_request_away(
+def test_requests_are_refused_once_the_only_device_is_lost(
     start: Start, registry: CollectorRegistry, callers: Callers
 ) -> None:
     engine = start(fail_with(torch.AcceleratorError("illegal memory access")))
     assert code_of_error(callers.error(put(callers, engine))) == "device_failed"
-    calls = (lambda: admit(engine), engine.check_alive, engine.check_ready, lambda: put(callers, engine))
+    calls = (lambda: accept(engine), engine.check_alive, engine.check_ready, lambda: put(callers, engine))
     for call in calls:
         assert code_of(call) == "device_failed"
     assert registry.get_sample_value("vision_sidecar_device_up", {"device": "fake"}) == 0
     assert registry.get_sample_value("vision_sidecar_ready") == 0
 
 
-def test_probes_know_of_a_lost_device_before_its_callers_do(start: Start, callers: Callers) -> None:
+def test_engine_has_failed_before_requests_of_a_lost_device_end(start: Start, callers: Callers) -> None:
     engine = start(fail_with(torch.AcceleratorError("illegal memory access")))
     states: list[State] = []
     ticket = callers.ticket()
@@ -224,7 +226,9 @@ def test_probes_know_of_a_lost_device_before_its_callers_do(start: Start, caller
     assert states == [State.FAILED]
 
 
-def test_a_lost_device_is_one_line(start: Start, callers: Callers, caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_device_is_logged_as_one_line(
+    start: Start, callers: Callers, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = start(fail_with(torch.AcceleratorError("illegal memory access")))
     callers.error(put(callers, engine))
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
@@ -232,7 +236,7 @@ def test_a_lost_device_is_one_line(start: Start, callers: Callers, caplog: pytes
     ]
 
 
-def test_a_device_that_has_work_and_finishes_none_is_given_up(
+def test_device_that_has_work_and_finishes_none_is_lost(
     start: Start, registry: CollectorRegistry, callers: Callers, gate: threading.Event
 ) -> None:
     engine = start(fail_late(gate))
@@ -245,17 +249,17 @@ def test_a_device_that_has_work_and_finishes_none_is_given_up(
             return error
         finally:
             watching.cancel()
-        raise AssertionError("it has an answer")
+        raise AssertionError("the request succeeded")
 
     error = callers.runner.run(watch_until_answered(put(callers, engine)))
     assert code_of_error(error) == "device_failed"
     assert code_of(engine.check_alive) == "device_failed"
     assert registry.get_sample_value("vision_sidecar_device_up", {"device": "fake"}) == 0
     assert engine.is_idle
-    assert engine.close() is False  # its thread can only end with the process
+    assert engine.close() is False  # the thread of the device ends only with the process
 
 
-def test_an_idle_device_is_not_given_up(start: Start, callers: Callers) -> None:
+def test_idle_device_is_not_given_up(start: Start, callers: Callers) -> None:
     engine = start()
 
     async def watch() -> None:
@@ -268,7 +272,7 @@ def test_an_idle_device_is_not_given_up(start: Start, callers: Callers) -> None:
 
 
 class Dying(Replica):
-    """A replica whose launching thread can be killed."""
+    """A replica whose launching thread ends when the test sets an error in `serving`."""
 
     def __init__(self) -> None:
         super().__init__("fake", FakeEncoder)  # type: ignore[arg-type]
@@ -278,7 +282,7 @@ class Dying(Replica):
         return self.serving
 
 
-def test_a_device_without_its_thread_is_lost(registry: CollectorRegistry, callers: Callers) -> None:
+def test_device_is_lost_when_its_thread_ends(registry: CollectorRegistry, callers: Callers) -> None:
     replica = Dying()
     engine = make_engine(lambda: ReplicaGroup([replica]), registry)
     engine.start()
@@ -290,7 +294,7 @@ def test_a_device_without_its_thread_is_lost(registry: CollectorRegistry, caller
     replica.close()
 
 
-def test_a_device_may_be_lost_while_others_are_being_loaded(
+def test_device_can_be_lost_while_another_one_is_loading(
     registry: CollectorRegistry, gate: threading.Event
 ) -> None:
     def load() -> FakeEncoder:
@@ -311,7 +315,7 @@ def test_a_device_may_be_lost_while_others_are_being_loaded(
     assert engine.state is State.FAILED
 
 
-def test_an_error_of_the_caller_stays_one_on_a_lost_device(
+def test_error_of_a_client_is_kept_if_the_device_is_lost_meanwhile(
     start: Start, callers: Callers, gate: threading.Event
 ) -> None:
     engine = start(fail_late(gate))
@@ -327,7 +331,7 @@ def test_an_error_of_the_caller_stays_one_on_a_lost_device(
         refuse()
 
 
-def test_leaving_is_unready_and_takes_requests_until_it_drains(
+def test_leaving_engine_is_not_ready_and_accepts_requests_until_it_drains(
     start: Start, registry: CollectorRegistry
 ) -> None:
     engine = start()
@@ -335,12 +339,12 @@ def test_leaving_is_unready_and_takes_requests_until_it_drains(
     assert code_of(engine.check_ready) == "draining"
     assert registry.get_sample_value("vision_sidecar_ready") == 0
     engine.check_alive()
-    admit(engine)
+    accept(engine)
     engine.drain()
-    assert code_of(lambda: admit(engine)) == "draining"
+    assert code_of(lambda: accept(engine)) == "draining"
 
 
-def test_leaving_while_loading_takes_nothing_any_more(start: Start, gate: threading.Event) -> None:
+def test_engine_that_leaves_while_loading_refuses_requests(start: Start, gate: threading.Event) -> None:
     engine = start(load=gate.wait, wait=False)
     engine.leave()
     assert engine.state is State.DRAINING
@@ -349,18 +353,52 @@ def test_leaving_while_loading_takes_nothing_any_more(start: Start, gate: thread
     assert engine.state is State.DRAINING
 
 
-def test_draining_refuses_newcomers_and_keeps_who_is_in(start: Start, callers: Callers) -> None:
+class LoadedAfterFirstUse:
+    """A lock. When its first use by this thread ends, loading ends as well."""
+
+    def __init__(self, lock: threading.Lock, end_loading: Callable[[], None]) -> None:
+        self._lock = lock
+        self._end_loading = end_loading
+        self._thread = threading.get_ident()
+        self._is_used = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+        if not self._is_used and threading.get_ident() == self._thread:
+            self._is_used = True
+            self._end_loading()
+
+
+def test_leaving_engine_does_not_become_ready_if_loading_ends_meanwhile(
+    start: Start, gate: threading.Event
+) -> None:
+    engine = start(load=gate.wait, wait=False)
+
+    def end_loading() -> None:
+        gate.set()
+        eventually(lambda: engine.state is not State.LOADING)
+
+    engine._lock = LoadedAfterFirstUse(engine._lock, end_loading)  # type: ignore[assignment]
+    engine.leave()
+    eventually(lambda: engine.close())
+    assert engine.state is State.DRAINING
+
+
+def test_draining_engine_refuses_requests_and_finishes_accepted_ones(start: Start, callers: Callers) -> None:
     engine = start()
     with engine.accept():
         engine.drain()
-        assert code_of(engine.check_ready) == code_of(lambda: admit(engine)) == "draining"
+        assert code_of(engine.check_ready) == code_of(lambda: accept(engine)) == "draining"
         engine.check_alive()
         assert not engine.is_idle
         assert len(callers.outcome(put(callers, engine))) == 1
     eventually(lambda: engine.is_idle)
 
 
-def test_loading_that_ends_while_draining_does_not_make_it_ready(start: Start, gate: threading.Event) -> None:
+def test_draining_engine_does_not_become_ready_when_loading_ends(start: Start, gate: threading.Event) -> None:
     engine = start(load=gate.wait, wait=False)
     engine.drain()
     gate.set()
@@ -369,7 +407,7 @@ def test_loading_that_ends_while_draining_does_not_make_it_ready(start: Start, g
 
 
 @pytest.mark.parametrize("stop", [Engine.leave, Engine.drain])
-def test_a_failure_is_not_undone_by_stopping(
+def test_failed_engine_stays_failed_when_it_is_told_to_stop(
     start: Start, callers: Callers, stop: Callable[[Engine], None]
 ) -> None:
     engine = start(fail_with(torch.AcceleratorError("lost")))
@@ -378,7 +416,7 @@ def test_a_failure_is_not_undone_by_stopping(
     assert engine.state is State.FAILED
 
 
-def test_a_batch_on_the_device_keeps_it_from_closing(
+def test_engine_does_not_close_while_a_batch_is_on_a_device(
     start: Start, callers: Callers, gate: threading.Event
 ) -> None:
     def hold(items: Sequence[EncodeItem]) -> None:
@@ -395,21 +433,23 @@ def test_a_batch_on_the_device_keeps_it_from_closing(
     for ticket in (abandoned, tickets[0]):
         engine.batcher.cancel(ticket)
     assert engine.batcher.waiting_images == 0
-    assert engine.close() is False  # one is still on the device, though nobody waits for it
+    assert (
+        engine.close() is False
+    )  # the batch of `tickets[0]` is still on the device, although it was cancelled
     gate.set()
     assert len(callers.outcome(tickets[1])) == 1
     eventually(lambda: engine.is_idle)
     assert engine.close() is True
 
 
-def test_closing_before_the_start_is_fine(registry: CollectorRegistry) -> None:
+def test_engine_can_be_closed_before_it_is_started(registry: CollectorRegistry) -> None:
     def never() -> ReplicaGroup:
         raise AssertionError("not started")
 
     assert make_engine(never, registry).close() is True
 
 
-def test_it_is_ready_once_every_replica_is(
+def test_engine_is_ready_once_all_replicas_are_loaded(
     start: Start, registry: CollectorRegistry, gate: threading.Event
 ) -> None:
     first = threading.Lock()
@@ -432,7 +472,7 @@ def test_it_is_ready_once_every_replica_is(
     assert engine.devices == DEVICES
 
 
-def test_one_replica_that_cannot_be_loaded_fails_the_engine_once(
+def test_two_replicas_that_fail_to_load_log_one_line(
     start: Start, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = threading.Lock()
@@ -445,7 +485,7 @@ def test_one_replica_that_cannot_be_loaded_fails_the_engine_once(
 
     engine = start(FakeEncoder(), FakeEncoder(), load=load)
     assert engine.state is State.FAILED
-    assert engine.close() is False  # the other is still being loaded
+    assert engine.close() is False  # the other replica is still loading
     gate.set()
     eventually(engine.close)
     assert engine.state is State.FAILED
@@ -456,7 +496,7 @@ def test_one_replica_that_cannot_be_loaded_fails_the_engine_once(
     ("error", "has_trace"),
     [(ModelError("this process sees 1 CUDA device"), False), (RuntimeError("no driver"), True)],
 )
-def test_a_start_that_fails_is_a_failure_in_one_line(
+def test_failed_start_fails_the_engine_and_logs_one_line(
     registry: CollectorRegistry, error: Exception, has_trace: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> ReplicaGroup:
@@ -471,9 +511,11 @@ def test_a_start_that_fails_is_a_failure_in_one_line(
     assert (record.exc_info is not None) == has_trace
 
 
-@pytest.mark.parametrize("fact", ["graphs", "fingerprint"])  # of one replica, of the whole model
+@pytest.mark.parametrize(
+    "fact", ["graphs", "fingerprint"]
+)  # a fact of one replica, and one of the whole model
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_model_that_cannot_be_told_of_is_a_failure(
+def test_engine_fails_if_a_fact_of_the_model_is_missing(
     start: Start, fact: str, num_replicas: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     encoders = [FakeEncoder() for _ in range(num_replicas)]
@@ -485,10 +527,10 @@ def test_a_model_that_cannot_be_told_of_is_a_failure(
     [record] = caplog.records
     assert record.getMessage().startswith("cannot load model m: ")
     assert record.exc_info is not None
-    eventually(engine.close)  # none is taken for loading any more
+    eventually(engine.close)  # no replica counts as loading
 
 
-def test_a_watch_that_fails_is_a_failure_and_one_that_is_cancelled_is_none(
+def test_failed_watch_fails_the_engine_and_cancelled_watch_does_not(
     start: Start, callers: Callers, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = start()
@@ -514,7 +556,7 @@ def test_a_watch_that_fails_is_a_failure_and_one_that_is_cancelled_is_none(
     assert record.exc_info is not None
 
 
-def test_one_lost_device_of_two_ends_the_engine(
+def test_loss_of_one_device_fails_the_engine_while_the_other_finishes(
     start: Start, registry: CollectorRegistry, callers: Callers, gate: threading.Event
 ) -> None:
     def hold(items: Sequence[EncodeItem]) -> None:
@@ -522,7 +564,7 @@ def test_one_lost_device_of_two_ends_the_engine(
 
     engine = start(FakeEncoder(hold), fail_with(torch.AcceleratorError("illegal memory access")))
     tickets = []
-    while engine.state is not State.FAILED:  # the first is held up, so that the other must take one
+    while engine.state is not State.FAILED:  # the first device is blocked, so the second one takes a batch
         tickets.append(put(callers, engine))
         time.sleep(0.002)
     lost = [ticket for ticket in tickets if ticket.ended]
@@ -535,11 +577,11 @@ def test_one_lost_device_of_two_ends_the_engine(
     eventually(lambda: engine.is_idle)
     for device, up in zip(DEVICES, (1, 0), strict=True):
         assert registry.get_sample_value("vision_sidecar_device_up", {"device": device}) == up
-    assert engine.close() is False  # the lost device is left alone
+    assert engine.close() is False  # the thread of the lost device is not ended
     assert engine.state is State.FAILED
 
 
-def test_a_batch_is_counted_on_the_device_that_took_it(
+def test_batch_is_counted_for_the_device_that_took_it(
     start: Start, registry: CollectorRegistry, callers: Callers
 ) -> None:
     busy = [threading.Event() for _ in DEVICES]
@@ -551,7 +593,7 @@ def test_a_batch_is_counted_on_the_device_that_took_it(
     graphs = FakeGraphs({64: None})
     engine = start(*[FakeEncoder(partial(wait_for_the_other, own), graphs) for own in busy])
     tickets = []
-    for _ in range(MAX_LAUNCHED + 1):  # one device alone has no place for so many
+    for _ in range(MAX_LAUNCHED + 1):  # more batches than one device has room for
         tickets.append(put(callers, engine))
         eventually(lambda: engine.batcher.waiting_images == 0)
     for ticket in tickets:
@@ -569,5 +611,5 @@ def test_a_batch_is_counted_on_the_device_that_took_it(
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")])
-def test_names_of_types(dtype: torch.dtype, name: str) -> None:
+def test_dtype_names(dtype: torch.dtype, name: str) -> None:
     assert dtype_name(dtype) == name
