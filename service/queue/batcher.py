@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from models import BatchResult, BatchStats, DeviceError, EncodeItem
-from service.queue.queue_records import DeviceRecord, QueueLimits, TakenBatch
+from service.queue.queue_records import QueueLimits, TakenBatch
 from service.queue.queue_state import QueueState
 from service.queue.tally import OwnTally, Tally
 from service.queue.ticket import Abandoned, Ticket, settle
@@ -100,8 +100,8 @@ class Batcher:
     # For devices
 
     def add_device(self, name: str) -> DeviceQueue:
-        """Adds a device that will take batches. The limit of the queue grows by the share of one device."""
-        self._state.devices[name] = DeviceRecord()
+        """As `QueueState.add_device`. Returns the queue as the device sees it."""
+        self._state.add_device(name)
         return DeviceQueue(self, name)
 
     def take(self, name: str) -> Job | None:
@@ -180,9 +180,9 @@ class Batcher:
         finally:
             with self._changed:
                 if error is None:
-                    self._state.finish(name, number, done.result(), time.perf_counter())
+                    self._state.finish_batch(name, number, done.result(), time.perf_counter())
                 else:
-                    self._state.fail(name, number, error, time.perf_counter())
+                    self._state.fail_batch(name, number, error, time.perf_counter())
                 self._wake()
 
     # The rest is called with the lock held.

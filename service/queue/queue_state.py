@@ -45,6 +45,7 @@ class QueueState:
         self.waiting: OrderedDict[QueuedImage, None] = OrderedDict()
         self.waiting_tokens = 0
         self.is_closed = False
+        self.has_lost_all = False  # there were devices, and all of them are lost
         self._reserved = reserved
         self._requests: dict[Ticket, list[QueuedImage]] = {}  # queued, and not ended yet
         self._ended: list[Ticket] = []  # whose coroutines are still to be woken
@@ -63,11 +64,6 @@ class QueueState:
     def is_idle(self) -> bool:
         """Nothing waits and nothing runs."""
         return not self.waiting and not any(device.batches for device in self.devices.values())
-
-    @property
-    def has_lost_all(self) -> bool:
-        """There were devices, and all of them are lost."""
-        return bool(self.devices) and all(device.is_lost for device in self.devices.values())
 
     # Requests
 
@@ -129,6 +125,11 @@ class QueueState:
 
     # Devices
 
+    def add_device(self, name: str) -> None:
+        """Adds a device that will take batches. The limit of the queue grows by the share of one device."""
+        self.devices[name] = DeviceRecord()
+        self.has_lost_all = False
+
     def is_serving(self, name: str) -> bool:
         """Whether a device may still take batches."""
         return not (self.is_closed or self.devices[name].is_lost)
@@ -167,7 +168,7 @@ class QueueState:
         self.devices[name].started(batch, now)
         return batch
 
-    def finish(self, name: str, number: int, result: BatchResult, now: float) -> None:
+    def finish_batch(self, name: str, number: int, result: BatchResult, now: float) -> None:
         """A device has encoded a batch: its embeddings go to the requests that are still there."""
         if self.devices[name].is_lost:
             return  # its batches were given up before
@@ -178,7 +179,7 @@ class QueueState:
                 del self._requests[ticket]
                 self._ended.append(ticket)
 
-    def fail(self, name: str, number: int, error: BaseException, now: float) -> None:
+    def fail_batch(self, name: str, number: int, error: BaseException, now: float) -> None:
         """A batch has failed. Its images run again, each alone; an image that was alone ends its request."""
         if self.devices[name].is_lost:
             return
@@ -192,6 +193,7 @@ class QueueState:
         """The device takes no more batches. False if it was lost already."""
         device = self.devices[name]
         was_lost, device.is_lost = device.is_lost, True
+        self.has_lost_all = all(device.is_lost for device in self.devices.values())
         return not was_lost
 
     def end_lost(self, name: str) -> None:

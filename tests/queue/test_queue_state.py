@@ -26,7 +26,7 @@ from service.errors import (
     TooManyRequests,
     Unavailable,
 )
-from service.queue.queue_records import DeviceRecord, QueueLimits, TakenBatch
+from service.queue.queue_records import QueueLimits, TakenBatch
 from service.queue.queue_state import QueueState
 from service.queue.tally import OwnTally
 from service.queue.ticket import Abandoned, Ticket, settle
@@ -49,7 +49,8 @@ class Queue:
         self.callers = callers
         self.now = 1000.0
         self.state = QueueState(QueueLimits(max_batch_tokens, max_queue_tokens), OwnTally())
-        self.state.devices.update((name, DeviceRecord()) for name in devices)
+        for name in devices:
+            self.state.add_device(name)
 
     def reserve(self, ticket: Ticket, num_tokens: int) -> None:
         self.state.reserve(ticket, num_tokens)
@@ -133,11 +134,11 @@ class Batch:
         """Each embedding is the value of its image."""
         embeddings = tuple(torch.tensor([value]) for value in self.values)
         result = BatchResult(embeddings, (), self.queue.now, self.queue.now)
-        self.queue.state.finish(self.device, self.taken.number, result, self.queue.now)
+        self.queue.state.finish_batch(self.device, self.taken.number, result, self.queue.now)
         self.queue.wake()
 
     def fail(self, error: Exception) -> None:
-        self.queue.state.fail(self.device, self.taken.number, error, self.queue.now)
+        self.queue.state.fail_batch(self.device, self.taken.number, error, self.queue.now)
         self.queue.wake()
 
 
