@@ -10,8 +10,10 @@ import logging
 import os
 import signal
 import socket
+import sys
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import NoReturn, cast
@@ -21,11 +23,14 @@ from fastapi import FastAPI
 from PIL import Image
 
 from service.app import create_app
+from service.config.files import max_connections
 from service.config.settings import Settings
 from service.engine.engine import Engine, State
 from service.errors import ApiError
+from service.http.acceptor import Acceptor
 from service.http.http_protocol import Protocol
 from service.metrics import Metrics
+from service.queue.tally import OwnTally, Tally
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +44,18 @@ _FAREWELL_S = 0.2
 class Server(uvicorn.Server):
     """uvicorn's server with our end: it serves on for a delay, then drains and says 503."""
 
-    def __init__(self, app: FastAPI, settings: Settings, *, logs_lifecycle: bool = True) -> None:
-        """`logs_lifecycle`: whether this process logs the stop; of several processes, one does."""
+    def __init__(
+        self,
+        app: FastAPI,
+        settings: Settings,
+        *,
+        logs_lifecycle: bool = True,
+        connections: Tally | None = None,
+    ) -> None:
+        """`logs_lifecycle`: whether this process logs the stop; of several processes, one does.
+
+        `connections` counts the connections of all processes that share the listener.
+        """
         # A partial class is all that uvicorn needs: it calls it once for a connection.
         protocol = partial(
             Protocol,
@@ -65,6 +80,7 @@ class Server(uvicorn.Server):
         self._engine: Engine = app.state.engine
         self._metrics: Metrics = app.state.metrics
         self._logs_lifecycle = logs_lifecycle
+        self._connections: Tally = connections or OwnTally()
         self._delay_s = settings.shutdown_delay_s
         self._grace_s = settings.shutdown_grace_s
         self._told_to_stop: bool = False
@@ -82,6 +98,27 @@ class Server(uvicorn.Server):
         """Of what never became a request that the app could count and log."""
         self._metrics.count_refusal(error)
         logger.info("refused: %d %s: %s", error.status, error.code, error.message)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Replaces uvicorn's, whose listener is closed with the connections that wait in it."""
+        assert sockets, "the port is open before the server starts"
+        self.servers: list[asyncio.Server] = []
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(1)  # the app has logged the reason
+        [listener] = sockets
+        self._acceptor = Acceptor(
+            listener,
+            self._make_protocol,
+            lambda: len(self.server_state.connections),
+            self._connections,
+            max_connections(),
+        )
+        self.started = True
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        protocol = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; True ends the server."""
@@ -107,8 +144,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """In place of uvicorn's, which has a grace of its own, in whole seconds, behind ours."""
         assert self._deadline is not None, "nothing but a drain ends the server"
-        for listener in (*self.servers, *(sockets or ())):
-            listener.close()
+        await self._acceptor.stop()
         state = self.server_state
         for connection in list(state.connections):
             connection.shutdown()

@@ -5,6 +5,7 @@ Knows numbers; nothing of what they count.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -16,6 +17,10 @@ class Tally(Protocol):
     @property
     def total(self) -> int: ...
 
+    @property
+    def others(self) -> Sequence[int]:
+        """The numbers of the other processes."""
+
 
 class OwnTally:
     """Of a process that serves alone."""
@@ -26,3 +31,7 @@ class OwnTally:
     @property
     def total(self) -> int:
         return self.own
+
+    @property
+    def others(self) -> Sequence[int]:
+        return ()

@@ -18,8 +18,6 @@ from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import STOP_SIGNALS, DeviceLoaded, DeviceSetup, Fault, Setup
 
 _COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import main; main({file})"
-_RESPONSIVE_S = 2.0
-_CONNECTIONS_BYTES = 2**12  # about ten
 
 
 class Process(Protocol):
@@ -70,31 +68,20 @@ class Member:
         """For how long it has not answered."""
         return 0.0 if self.pinged_at is None else time.monotonic() - self.pinged_at
 
-    @property
-    def is_responsive(self) -> bool:
-        """Whether it answers at once, as far as that is known."""
-        return self.silent_s < _RESPONSIVE_S
-
 
 @dataclass(eq=False, kw_only=True)
 class ServerMember(Member):
     """An API server."""
 
     index: int
-    connections: Link
     device_ends: dict[str, tuple[Link, Link]]  # of its lines to each device, for batches and for results
-    takes_connections: bool = True
-    is_full: bool = False
 
     @classmethod
-    def start(cls, setup: Setup, tallies: SharedMemory) -> ServerMember:
+    def start(cls, setup: Setup, listener: socket.socket, tallies: SharedMemory) -> ServerMember:
         """Starts the process. Raises `OSError`."""
-        connections, their_connections = Link.pair()
-        # Room for few at a time: those on their way cannot be had by another one.
-        connections.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _CONNECTIONS_BYTES)
         device_ends = {}
-        ends = [their_connections]
-        files = [their_connections.fileno(), tallies.file]
+        ends: list[Link] = []
+        files = [listener.fileno(), tallies.file]
         for device in setup.devices:
             (batches, their_batches), (results, their_results) = Link.pair(), Link.pair()
             device_ends[device] = batches, results
@@ -103,31 +90,13 @@ class ServerMember(Member):
         process, line = _start(spawn, "service.processes.api_server.api_server", setup, files)
         for end in ends:
             end.socket.close()
-        connections.socket.setblocking(False)
         return cls(
             name=f"API server {setup.index}",
             process=process,
             line=line,
             index=setup.index,
-            connections=connections,
             device_ends=device_ends,
         )
-
-    def hand_over(self, connection: socket.socket) -> bool:
-        """Gives it a connection; says whether it had room for one."""
-        if self.is_full or not self.takes_connections:
-            return False
-        try:
-            self.connections.send(None, [connection.fileno()])
-        except OSError:
-            return False  # it is behind, or gone
-        return True
-
-    def stop_connections(self) -> None:
-        """Hands over no more, and says so by closing the line."""
-        if self.takes_connections:
-            self.takes_connections = False
-            self.connections.close()
 
 
 @dataclass(eq=False, kw_only=True)

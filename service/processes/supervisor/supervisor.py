@@ -1,4 +1,4 @@
-"""The process that accepts connections, and starts, watches and ends the others.
+"""The process that starts, watches and ends the others.
 
 If a device is lost, or a process ends that was not told to or does not answer any more, all drain and the
 exit code is 1.
@@ -23,8 +23,8 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from models import DeviceError, ModelError, replica_devices
 from service.config.settings import Settings
+from service.http.acceptor import HAS_LEFT
 from service.processes.supervisor.members import DeviceMember, Member, ServerMember, Spawn, spawn
-from service.processes.supervisor.reception import Reception
 from service.processes.supervisor.scraping import Scraping
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import (
@@ -33,8 +33,6 @@ from service.processes.wire.messages import (
     DeviceSetup,
     Farewell,
     Fault,
-    Full,
-    Leaving,
     Loaded,
     Lost,
     Ping,
@@ -45,7 +43,7 @@ from service.processes.wire.messages import (
     Stop,
     Up,
 )
-from service.processes.wire.tallies import SharedIdleness, tallies_memory
+from service.processes.wire.tallies import SharedIdleness, SharedTallies, tallies_memory
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +103,6 @@ class Supervisor:
         self._ended = asyncio.Event()
         for number in STOP_SIGNALS:
             self._loop.add_signal_handler(number, self._on_signal, number)
-        self._reception = Reception(self._listener, self._servers)
         try:
             devices = tuple(replica_devices(self._settings.device, self._settings.data_parallel_size))
             self._start_servers(devices)
@@ -128,13 +125,14 @@ class Supervisor:
     def _start_servers(self, devices: tuple[str, ...]) -> None:
         threads = -(-self._settings.decode_threads // self._num_servers)
         settings = self._settings.model_copy(update={"decode_threads": threads})
-        tallies = tallies_memory(self._num_servers)
+        self._tallies = tallies_memory(self._num_servers)
         started_at = int(time.time())
         for index in range(self._num_servers):
             setup = Setup(settings, index, self._num_servers, devices, started_at)
-            self._servers.append(ServerMember.start(setup, tallies))
+            self._servers.append(ServerMember.start(setup, self._listener, self._tallies))
             self._attend(self._servers[-1])
-        tallies.close_file()
+        self._tallies.close_file()
+        self._listener.close()  # here; the API servers have it
 
     def _start_devices(self, devices: tuple[str, ...]) -> None:
         self._idleness = SharedMemory.create(len(devices))
@@ -202,12 +200,6 @@ class Supervisor:
                 self._lose(device, fault)
             case _, Pong():
                 member.pinged_at = None
-            case ServerMember(), Full(is_full):
-                member.is_full = is_full
-                for file in files:  # connections that it had no room for
-                    self._reception.take_back(socket.socket(fileno=file))
-            case ServerMember(), Leaving():
-                self._leave(member)
             case _, Scrape():
                 self._scraping.ask(member)
             case _, Scraped(metrics):
@@ -261,10 +253,6 @@ class Supervisor:
         self._has_failed = True
         self._stop()
 
-    def _leave(self, server: ServerMember) -> None:
-        server.stop_connections()
-        self._reception.close_if_alone()
-
     def _on_exit(self, member: Member, code: int) -> None:
         if member.line.fileno() >= 0:
             self._read(member)  # its last words
@@ -281,7 +269,7 @@ class Supervisor:
             self._ended.set()
 
     def _on_server_exit(self, server: ServerMember, code: int) -> None:
-        self._leave(server)
+        SharedTallies.of(self._tallies, server.index, self._num_servers).connections.own = HAS_LEFT
         if (code != 0 and not self._has_failed) or not self._is_stopping:
             logger.critical("%s ended with %d; the server must be restarted", server.name, code)
             self._fail()

@@ -124,7 +124,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Setup:
-    """To an API server, first of all. Files: connections, tallies; of each device, batches and results."""
+    """To an API server, first of all. Files: listener, tallies; of each device, batches and results."""
 
     settings: Settings
     index: int
@@ -219,21 +219,6 @@ class Lost:
 @dataclass(frozen=True)
 class Stop:
     """To an API server: leave, drain and end."""
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """From an API server: it takes no more connections. The line for them is closed for an answer."""
-
-
-@dataclass(frozen=True)
-class Full:
-    """From an API server: it has as many connections as it may have, or not any more.
-
-    Files: those that came after the last one that it may have.
-    """
-
-    is_full: bool
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from service.processes.wire.memory import SharedMemory
 
-_NAMES = ("reserved tokens", "held bytes")
 _ITEM_BYTES = 8
 
 
@@ -34,6 +35,35 @@ class SharedTally:
         """Of all processes."""
         return sum(self._numbers)
 
+    @property
+    def others(self) -> list[int]:
+        """The numbers of the other processes."""
+        numbers = self._numbers.tolist()
+        return numbers[: self._process] + numbers[self._process + 1 :]
+
+
+class SharedTallies(NamedTuple):
+    """All tallies, as one process uses them."""
+
+    reserved_tokens: SharedTally
+    held_bytes: SharedTally
+    connections: SharedTally
+
+    @classmethod
+    def of(cls, memory: SharedMemory, process: int, num_processes: int) -> SharedTallies:
+        """The tallies in that memory, of the process with that number."""
+        return cls(*(SharedTally(memory, index, process, num_processes) for index in range(_NUM_TALLIES)))
+
+    @classmethod
+    def of_file(cls, file: int, process: int, num_processes: int) -> SharedTallies:
+        """The tallies in the memory of another process. Takes the file over."""
+        memory = SharedMemory(file, _size(num_processes))
+        memory.close_file()
+        return cls.of(memory, process, num_processes)
+
+
+_NUM_TALLIES = len(SharedTallies._fields)
+
 
 class SharedIdleness:
     """Whether one device has nothing to do, and how many others have. A byte for each, which it writes."""
@@ -62,12 +92,5 @@ def tallies_memory(num_processes: int) -> SharedMemory:
     return SharedMemory.create(_size(num_processes))
 
 
-def shared_tallies(file: int, process: int, num_processes: int) -> list[SharedTally]:
-    """The tallies of one process, in the memory of another: reserved tokens and held bytes."""
-    memory = SharedMemory(file, _size(num_processes))
-    memory.close_file()
-    return [SharedTally(memory, index, process, num_processes) for index in range(len(_NAMES))]
-
-
 def _size(num_processes: int) -> int:
-    return len(_NAMES) * num_processes * _ITEM_BYTES
+    return _NUM_TALLIES * num_processes * _ITEM_BYTES

@@ -1,0 +1,182 @@
+"""Accepts connections on a listening socket that several processes may share.
+
+A waiting connection wakes every process that shares the socket. The process with the fewest connections
+accepts it; the others leave the socket alone for a moment. If the process with the fewest connections is busy
+or stuck and does not accept it in that time, another process does.
+
+Knows sockets; knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import logging
+import select
+import socket
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from service.queue.tally import Tally
+
+logger = logging.getLogger(__name__)
+
+HAS_LEFT = sys.maxsize  # in a tally of connections: the process accepts no more
+
+_ACCEPTED_AT_ONCE = 64
+_LOOK_S = 0.001  # between two looks at whether another process has accepted
+_PATIENCE_S = 0.02  # with processes that have fewer connections
+_FULL_PAUSE_S = 0.05  # for a process with as many connections as it may have
+_NO_FILES_PAUSE_S = 1.0
+_HANDSHAKE_S = 0.1  # for handshakes that have begun when the socket is to be closed
+
+_SO_ATTACH_FILTER = 26  # Linux; `socket` does not name it
+# A program of the classic Berkeley packet filter: drops segments with the flag SYN (0x02 in byte 13).
+_DROP_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
+
+
+class Acceptor:
+    """Accepts on the event loop that creates it, and calls `make_protocol` for each connection.
+
+    `num_connections` returns how many connections this process has open; it shall have at most
+    `max_connections`. `tally` holds the number of each process that shares the listener.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        make_protocol: Callable[[], asyncio.Protocol],
+        num_connections: Callable[[], int],
+        tally: Tally,
+        max_connections: int,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._listener = listener
+        self._make_protocol = make_protocol
+        self._num_connections = num_connections
+        self._tally = tally
+        self._max_connections = max_connections
+        self._opening: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        # Number of connections of each other process that did not accept when it should have.
+        self._passed_over: dict[int, int] = {}
+        self._is_leaving = False
+        listener.setblocking(False)
+        self._resume()
+
+    async def stop(self) -> None:
+        """Accepts no more, and closes the listener.
+
+        If no other process accepts any more, this one first accepts all connections that wait, even beyond
+        `max_connections`: the kernel resets connections that wait when the listener is closed.
+        """
+        self._is_leaving = True
+        self._tally.own = HAS_LEFT
+        if all(number == HAS_LEFT for number in self._tally.others):
+            ignore_new_clients(self._listener)
+            self._resume()
+            await asyncio.sleep(_HANDSHAKE_S)
+            self._accept_all()
+        self._pause()
+        self._listener.close()
+        if self._opening:
+            await asyncio.wait(self._opening)
+
+    def _resume(self) -> None:
+        self._pause()
+        self._loop.add_reader(self._listener.fileno(), self._on_waiting)
+
+    def _pause(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._loop.remove_reader(self._listener.fileno())
+
+    def _resume_later(self, seconds: float) -> None:
+        self._pause()
+        self._timer = self._loop.call_later(seconds, self._resume)
+
+    def _on_waiting(self) -> None:
+        for _ in range(_ACCEPTED_AT_ONCE):
+            num_own = self._count()
+            if not self._is_leaving and num_own >= self._max_connections:
+                self._resume_later(_FULL_PAUSE_S)
+                return
+            if not self._has_fewest(num_own):
+                self._pause()
+                self._look_later(self._loop.time() + _PATIENCE_S, self._tally.others)
+                return
+            if not self._accept():
+                return
+
+    def _count(self) -> int:
+        """Counts the connections of this process, and lets the other processes know."""
+        number = self._num_connections() + len(self._opening)
+        if not self._is_leaving:
+            self._tally.own = number
+        return number
+
+    def _has_fewest(self, num_own: int) -> bool:
+        """Whether no other process has fewer connections, apart from those that were passed over."""
+        return self._is_leaving or all(
+            number >= num_own or self._passed_over.get(index) == number
+            for index, number in enumerate(self._tally.others)
+        )
+
+    def _look_later(self, until: float, before: Sequence[int]) -> None:
+        self._timer = self._loop.call_later(_LOOK_S, self._look, until, before)
+
+    def _look(self, until: float, before: Sequence[int]) -> None:
+        """Resumes once another process has accepted a connection, or none has in all the time."""
+        num_own, others = self._count(), self._tally.others
+        has_another_accepted = any(now > then for now, then in zip(others, before, strict=True))
+        if self._loop.time() >= until:
+            self._passed_over = {index: number for index, number in enumerate(others) if number < num_own}
+        elif not has_another_accepted and not self._has_fewest(num_own):
+            self._look_later(until, before)
+            return
+        self._resume()
+
+    def _accept_all(self) -> None:
+        while select.select([self._listener], [], [], 0)[0] and self._accept():
+            pass
+
+    def _accept(self) -> bool:
+        """Returns whether more connections may wait."""
+        try:
+            connection, _ = self._listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return False
+        except OSError as error:
+            logger.error("cannot accept connections: %s", error.strerror)
+            self._resume_later(_NO_FILES_PAUSE_S)
+            return False
+        opening = self._loop.create_task(self._open(connection))
+        self._opening.add(opening)
+        opening.add_done_callback(self._opening.discard)
+        return True
+
+    async def _open(self, connection: socket.socket) -> None:
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            await self._loop.connect_accepted_socket(self._make_protocol, connection)
+        except OSError:
+            connection.close()  # the client is gone
+
+
+def ignore_new_clients(listener: socket.socket) -> None:
+    """Makes the kernel drop the first segment of new connections, in all processes that share the socket.
+
+    A handshake that has begun is completed. A client that is ignored sends again after a second, and is
+    refused if the socket is closed by then. Does nothing on a system without such a filter.
+    """
+    if sys.platform != "linux":
+        return
+    program = b"".join(struct.pack("HBBI", *instruction) for instruction in _DROP_SYN)
+    buffer = ctypes.create_string_buffer(program, len(program))
+    with suppress(OSError):
+        listener.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(_DROP_SYN), ctypes.addressof(buffer))
+        )
