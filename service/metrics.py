@@ -5,8 +5,9 @@ Knows what is counted and under which name; knows nothing of requests, tensors o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Literal, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
@@ -32,8 +33,30 @@ BATCH_IMAGES_BUCKETS = tuple(2**n for n in range(9))  # 1 to 256
 BATCH_TOKENS_BUCKETS = tuple(2**n for n in range(6, 17))  # 64 to 65536
 
 
+# How the values of a gauge in several processes become one. `add`: each process has a part. `max`: all processes
+# have the same value. `min`: the worst process decides. Counters and histograms are added up without a rule.
+MergeRule = Callable[[float, float], float]
+MERGE_RULES: Mapping[str, MergeRule] = {
+    "vision_sidecar_encoder_cudagraph_memory_bytes": max,
+    "vision_sidecar_encoder_cudagraph_capture_seconds": max,
+    "vision_sidecar_device_up": min,
+    "vision_sidecar_queue_images": add,
+    "vision_sidecar_queue_tokens": add,
+    "vision_sidecar_queue_limit_tokens": max,
+    "vision_sidecar_inflight_bytes": add,
+    "vision_sidecar_requests_in_flight": add,
+    "vision_sidecar_ready": min,
+    "vision_sidecar_info": max,
+    "process_virtual_memory_bytes": add,
+    "process_resident_memory_bytes": add,
+    "process_open_fds": add,
+    "process_start_time_seconds": min,
+    "process_max_fds": min,
+}
+
+
 @dataclass(frozen=True)
-class _Device:
+class _DeviceSeries:
     """The series of one device."""
 
     hits: Counter
@@ -141,11 +164,11 @@ class Metrics:
         )
         self._busy_seconds = make.counter("device_busy_seconds", "Time that a device worked.", "device")
         self._up = make.gauge("device_up", "1 while a device takes batches, else 0.", "device")
-        self._devices: dict[str, _Device] = {}
+        self._devices: dict[str, _DeviceSeries] = {}
 
     def add_device(self, device: str) -> None:
         """Starts the series of a device at 0."""
-        self._devices[device] = _Device(
+        self._devices[device] = _DeviceSeries(
             hits=self._hits.labels(device),
             misses={reason: self._misses.labels(device, reason) for reason in MISS_REASONS},
             replays={},
@@ -236,7 +259,9 @@ class _Maker:
         return Counter(f"vision_sidecar_{name}", text, labels, registry=self._registry)
 
     def gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"vision_sidecar_{name}", text, labels, registry=self._registry)
+        name = f"vision_sidecar_{name}"
+        assert name in MERGE_RULES, f"no rule how to merge {name}"
+        return Gauge(name, text, labels, registry=self._registry)
 
     def histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(f"vision_sidecar_{name}", text, labels, buckets=buckets, registry=self._registry)

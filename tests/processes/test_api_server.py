@@ -15,8 +15,8 @@ from service.__main__ import listen
 from service.app import create_app
 from service.config.settings import Settings
 from service.processes.api_server.api_server import ApiServer
-from service.processes.api_server.gathering import Gathering
 from service.processes.api_server.remote import RemoteReplicas
+from service.processes.api_server.scrape_client import ScrapeClient
 from service.processes.wire.line import Line
 from service.processes.wire.link import Link
 from service.processes.wire.messages import Farewell, Stop, Up
@@ -43,7 +43,7 @@ class Supervised:
             app,
             settings,
             its_line,
-            Gathering(its_line.tell),
+            ScrapeClient(its_line.tell),
             OwnTally(),
             RemoteReplicas([]),
             lambda: list(registry.collect()),

@@ -20,8 +20,8 @@ from prometheus_client import CollectorRegistry, Metric
 from service.app import SharedProcessState, create_app
 from service.config.settings import Settings
 from service.engine.engine import Engine, keep_what_is_loaded
-from service.processes.api_server.gathering import Gathering
 from service.processes.api_server.remote import RemoteReplica, RemoteReplicas
+from service.processes.api_server.scrape_client import ScrapeClient
 from service.processes.wire.bootstrap import join
 from service.processes.wire.line import Line
 from service.processes.wire.link import Link
@@ -30,6 +30,7 @@ from service.processes.wire.messages import (
     DeviceLoaded,
     Farewell,
     Fault,
+    Gathered,
     Loaded,
     Lost,
     Scrape,
@@ -56,7 +57,7 @@ class ApiServer(Server):
         app: FastAPI,
         settings: Settings,
         line: Line,
-        gathering: Gathering,
+        scrapes: ScrapeClient,
         connections: Tally,
         replicas: RemoteReplicas,
         own_metrics: Callable[[], list[Metric]],
@@ -65,7 +66,7 @@ class ApiServer(Server):
     ) -> None:
         super().__init__(app, settings, logs_lifecycle=logs_lifecycle, connections=connections)
         self._line = line
-        self._gathering = gathering
+        self._scrapes = scrapes
         self._replicas = {replica.name: replica for replica in replicas.replicas}
         self._own_metrics = own_metrics
 
@@ -95,8 +96,8 @@ class ApiServer(Server):
                 self._engine.batcher.lose(device, fault.device_error())
             case Scrape():
                 self._tell_metrics()
-            case Scraped(metrics):
-                self._gathering.answered(metrics)
+            case Gathered(numbers, metrics):
+                self._scrapes.on_gathered(numbers, metrics)
             case Stop():
                 self._told_to_stop = True
             case _:
@@ -130,7 +131,7 @@ def main(file: int) -> NoReturn:
     torch.set_num_threads(1)  # each image is resized in a thread of its own
     listener, tallies, *rest = files
     line = Line(link, on_gone=_end)
-    gathering = Gathering(line.tell)
+    scrapes = ScrapeClient(line.tell)
     registry = CollectorRegistry()
     replicas = _replicas(setup, rest)
     shared = SharedTallies.of_file(tallies, setup.index, setup.num_servers)
@@ -141,7 +142,7 @@ def main(file: int) -> NoReturn:
         shared=SharedProcessState(
             shared.reserved_tokens,
             shared.held_bytes,
-            gathering.gather,
+            scrapes.gather,
             setup.started_at,
             num_servers=setup.num_servers,
             owns_devices=False,
@@ -151,7 +152,7 @@ def main(file: int) -> NoReturn:
         app,
         settings,
         line,
-        gathering,
+        scrapes,
         shared.connections,
         replicas,
         lambda: list(registry.collect()),

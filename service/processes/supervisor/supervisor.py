@@ -33,11 +33,11 @@ from service.processes.wire.messages import (
     DeviceSetup,
     Farewell,
     Fault,
+    Gather,
     Loaded,
     Lost,
     Ping,
     Pong,
-    Scrape,
     Scraped,
     Setup,
     Stop,
@@ -200,12 +200,12 @@ class Supervisor:
                 self._lose(device, fault)
             case _, Pong():
                 member.pinged_at = None
-            case _, Scrape():
-                self._scraping.ask(member)
+            case ServerMember(), Gather(number):
+                self._scraping.ask(member, number)
             case _, Scraped(metrics):
-                self._scraping.answered(member, metrics)
-            case _, Farewell(metrics):
-                self._scraping.ended(member, metrics)
+                self._scraping.on_scraped(member, metrics)
+            case ServerMember(), Farewell(metrics):
+                self._scraping.on_farewell(member, metrics)
             case _:
                 raise AssertionError(f"unknown message {message!r}")
 
@@ -257,7 +257,7 @@ class Supervisor:
         if member.line.fileno() >= 0:
             self._read(member)  # its last words
         member.is_running = False
-        self._scraping.gone(member)
+        self._scraping.on_exit(member)
         match member:
             case ServerMember():
                 self._on_server_exit(member, code)

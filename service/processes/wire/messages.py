@@ -239,12 +239,27 @@ class Pong:
 
 
 @dataclass(frozen=True)
+class Gather:
+    """From an API server that asks for the metrics of all processes. The number is that of its call."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """To an API server: the answer to calls of it. `metrics` is None if a process did not answer."""
+
+    numbers: tuple[int, ...]
+    metrics: Sequence[Metric] | None
+
+
+@dataclass(frozen=True)
 class Scrape:
-    """From an API server that wants the metrics of all; to each process, for its own."""
+    """From the supervisor: asks a process for its own metrics."""
 
 
 @dataclass(frozen=True)
 class Scraped:
-    """From a process, its own; to an API server that asked, those of all. None: not all have answered."""
+    """To the supervisor: the metrics of the process. `metrics` is None if it could not send them."""
 
     metrics: Sequence[Metric] | None
