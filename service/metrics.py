@@ -33,8 +33,8 @@ BATCH_IMAGES_BUCKETS = tuple(2**n for n in range(9))  # 1 to 256
 BATCH_TOKENS_BUCKETS = tuple(2**n for n in range(6, 17))  # 64 to 65536
 
 
-# How the values of a gauge in several processes become one. `add`: each process has a part. `max`: all processes
-# have the same value. `min`: the worst process decides. Counters and histograms are added up without a rule.
+# How the values of a gauge in several processes become one. `add`: each process has a part. `max`: all have
+# the same value. `min`: the worst process decides. Counters and histograms are added up without a rule.
 MergeRule = Callable[[float, float], float]
 MERGE_RULES: Mapping[str, MergeRule] = {
     "vision_sidecar_encoder_cudagraph_memory_bytes": max,

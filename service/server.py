@@ -27,10 +27,9 @@ from service.config.files import max_connections
 from service.config.settings import Settings
 from service.engine.engine import Engine, State
 from service.errors import ApiError
-from service.http.acceptor import Acceptor
+from service.http.acceptor import Acceptor, ConnectionCounts, OwnCount
 from service.http.http_protocol import Protocol
 from service.metrics import Metrics
-from service.queue.tally import OwnTally, Tally
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +49,7 @@ class Server(uvicorn.Server):
         settings: Settings,
         *,
         logs_lifecycle: bool = True,
-        connections: Tally | None = None,
+        connections: ConnectionCounts | None = None,
     ) -> None:
         """`logs_lifecycle`: whether this process logs the stop; of several processes, one does.
 
@@ -62,6 +61,7 @@ class Server(uvicorn.Server):
             header_timeout_s=settings.body_timeout_s,
             is_draining=lambda: self._told_to_stop or self._engine.state is State.FAILED,
             count_refusal=self._count_refusal,
+            on_closed=lambda: self._acceptor.count(),
         )
         super().__init__(
             uvicorn.Config(
@@ -80,7 +80,7 @@ class Server(uvicorn.Server):
         self._engine: Engine = app.state.engine
         self._metrics: Metrics = app.state.metrics
         self._logs_lifecycle = logs_lifecycle
-        self._connections: Tally = connections or OwnTally()
+        self._connections: ConnectionCounts = connections or OwnCount()
         self._delay_s = settings.shutdown_delay_s
         self._grace_s = settings.shutdown_grace_s
         self._told_to_stop: bool = False
@@ -122,6 +122,7 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; True ends the server."""
+        self._acceptor.count()  # other processes take this one for stuck otherwise
         has_failed = self._engine.state is State.FAILED
         if self._leaves_at is None and (self._told_to_stop or has_failed):
             self._engine.leave()

@@ -18,16 +18,13 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-
-from service.queue.tally import Tally
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-HAS_LEFT = sys.maxsize  # in a tally of connections: the process accepts no more
-
 _ACCEPTED_AT_ONCE = 64
 _LOOK_S = 0.001  # between two looks at whether another process has accepted
-_PATIENCE_S = 0.02  # with processes that have fewer connections
+_PATIENCE_S = 0.01  # with processes that have fewer connections
 _FULL_PAUSE_S = 0.05  # for a process with as many connections as it may have
 _NO_FILES_PAUSE_S = 1.0
 _HANDSHAKE_S = 0.1  # for handshakes that have begun when the socket is to be closed
@@ -37,11 +34,33 @@ _SO_ATTACH_FILTER = 26  # Linux; `socket` does not name it
 _DROP_SYN = ((0x30, 0, 0, 13), (0x45, 0, 1, 0x02), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF))
 
 
+class ConnectionCounts(Protocol):
+    """How many connections this process has, which it writes regularly, and how many others have."""
+
+    own: int
+
+    @property
+    def others(self) -> Sequence[int]:
+        """The numbers of the other processes that accept connections. A process that is stuck is left out."""
+
+    def leave(self) -> None:
+        """This process accepts no more connections."""
+
+
+class OwnCount:
+    """The count of a process that serves alone."""
+
+    own = 0
+    others: Sequence[int] = ()
+
+    def leave(self) -> None: ...
+
+
 class Acceptor:
     """Accepts on the event loop that creates it, and calls `make_protocol` for each connection.
 
     `num_connections` returns how many connections this process has open; it shall have at most
-    `max_connections`. `tally` holds the number of each process that shares the listener.
+    `max_connections`. `counts` are those of all processes that share the listener.
     """
 
     def __init__(
@@ -49,21 +68,20 @@ class Acceptor:
         listener: socket.socket,
         make_protocol: Callable[[], asyncio.Protocol],
         num_connections: Callable[[], int],
-        tally: Tally,
+        counts: ConnectionCounts,
         max_connections: int,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._listener = listener
         self._make_protocol = make_protocol
         self._num_connections = num_connections
-        self._tally = tally
+        self._counts = counts
         self._max_connections = max_connections
         self._opening: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        # Number of connections of each other process that did not accept when it should have.
-        self._passed_over: dict[int, int] = {}
         self._is_leaving = False
         listener.setblocking(False)
+        self.count()
         self._resume()
 
     async def stop(self) -> None:
@@ -73,8 +91,8 @@ class Acceptor:
         `max_connections`: the kernel resets connections that wait when the listener is closed.
         """
         self._is_leaving = True
-        self._tally.own = HAS_LEFT
-        if all(number == HAS_LEFT for number in self._tally.others):
+        self._counts.leave()
+        if not self._counts.others:
             ignore_new_clients(self._listener)
             self._resume()
             await asyncio.sleep(_HANDSHAKE_S)
@@ -83,6 +101,11 @@ class Acceptor:
         self._listener.close()
         if self._opening:
             await asyncio.wait(self._opening)
+
+    def count(self) -> None:
+        """Lets the other processes know how many connections this one has. To be called regularly."""
+        if not self._is_leaving:
+            self._counts.own = self._num_connections() + len(self._opening)
 
     def _resume(self) -> None:
         self._pause()
@@ -100,41 +123,29 @@ class Acceptor:
 
     def _on_waiting(self) -> None:
         for _ in range(_ACCEPTED_AT_ONCE):
-            num_own = self._count()
-            if not self._is_leaving and num_own >= self._max_connections:
+            self.count()
+            if not self._is_leaving and self._counts.own >= self._max_connections:
                 self._resume_later(_FULL_PAUSE_S)
                 return
-            if not self._has_fewest(num_own):
+            if not self._has_fewest():
                 self._pause()
-                self._look_later(self._loop.time() + _PATIENCE_S, self._tally.others)
+                self._look_later(self._loop.time() + _PATIENCE_S, self._counts.others)
                 return
             if not self._accept():
                 return
 
-    def _count(self) -> int:
-        """Counts the connections of this process, and lets the other processes know."""
-        number = self._num_connections() + len(self._opening)
-        if not self._is_leaving:
-            self._tally.own = number
-        return number
-
-    def _has_fewest(self, num_own: int) -> bool:
-        """Whether no other process has fewer connections, apart from those that were passed over."""
-        return self._is_leaving or all(
-            number >= num_own or self._passed_over.get(index) == number
-            for index, number in enumerate(self._tally.others)
-        )
+    def _has_fewest(self) -> bool:
+        num_own = self._counts.own
+        return self._is_leaving or num_own <= min(self._counts.others, default=num_own)
 
     def _look_later(self, until: float, before: Sequence[int]) -> None:
         self._timer = self._loop.call_later(_LOOK_S, self._look, until, before)
 
     def _look(self, until: float, before: Sequence[int]) -> None:
-        """Resumes once another process has accepted a connection, or none has in all the time."""
-        num_own, others = self._count(), self._tally.others
-        has_another_accepted = any(now > then for now, then in zip(others, before, strict=True))
+        """Resumes once another process has accepted a connection; accepts one if none has in all the time."""
         if self._loop.time() >= until:
-            self._passed_over = {index: number for index, number in enumerate(others) if number < num_own}
-        elif not has_another_accepted and not self._has_fewest(num_own):
+            self._accept()
+        elif self._counts.others == before and not self._has_fewest():
             self._look_later(until, before)
             return
         self._resume()

@@ -41,7 +41,7 @@ class Protocol(HttpToolsProtocol):
     """One connection. While `is_draining()`, every answer is the last one of its connection.
 
     `count_refusal` is told of each answer that is given here, without the app. A client that takes nothing of
-    an answer for `unread_timeout_s` is cut off.
+    an answer for `unread_timeout_s` is cut off. `on_closed` is called once the connection is closed.
     """
 
     def __init__(
@@ -54,12 +54,14 @@ class Protocol(HttpToolsProtocol):
         header_timeout_s: float,
         is_draining: Callable[[], bool],
         count_refusal: Callable[[ApiError], None],
+        on_closed: Callable[[], None] = lambda: None,
         unread_timeout_s: float = UNREAD_TIMEOUT_S,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._header_timeout_s = header_timeout_s
         self._is_draining = is_draining
         self._count_refusal = count_refusal
+        self._on_closed = on_closed
         self._unread_timeout_s = unread_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
         self._has_begun = False  # the next request, whose headers are not complete
@@ -85,6 +87,7 @@ class Protocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._stop_answering()  # uvicorn tells the last request only
         super().connection_lost(exc)
+        self._on_closed()
 
     def shutdown(self) -> None:
         """Closes the connection once no answer is due. Called at shutdown, while `is_draining()`.

@@ -1,29 +1,24 @@
-"""How much this process holds of what has one limit for all processes that serve together.
+"""A number that has one limit for all processes that serve together, such as reserved tokens.
 
-Knows numbers; nothing of what they count.
+Knows nothing of what it counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 
 class Tally(Protocol):
-    """A number that this process alone changes, and the sum of it over all processes."""
+    """`own` is the part of this process, which no other process changes; `total` sums all processes."""
 
     own: int
 
     @property
     def total(self) -> int: ...
 
-    @property
-    def others(self) -> Sequence[int]:
-        """The numbers of the other processes."""
-
 
 class OwnTally:
-    """Of a process that serves alone."""
+    """The tally of a process that serves alone."""
 
     def __init__(self) -> None:
         self.own = 0
@@ -31,7 +26,3 @@ class OwnTally:
     @property
     def total(self) -> int:
         return self.own
-
-    @property
-    def others(self) -> Sequence[int]:
-        return ()

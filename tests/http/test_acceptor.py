@@ -13,20 +13,20 @@ import pytest
 
 from service.__main__ import listen
 from service.http import acceptor
-from service.http.acceptor import HAS_LEFT, Acceptor, ignore_new_clients
+from service.http.acceptor import Acceptor, ConnectionCounts, OwnCount, ignore_new_clients
+from service.processes.wire import tallies
 from service.processes.wire.tallies import SharedTallies, tallies_memory
-from service.queue.tally import OwnTally, Tally
 
 
 class Server:
     """Answers each connection with its name, and keeps it until the client closes it."""
 
     def __init__(
-        self, listener: socket.socket, name: bytes, tally: Tally, max_connections: int = 1000
+        self, listener: socket.socket, name: bytes, counts: ConnectionCounts, max_connections: int = 1000
     ) -> None:
         self._name = name
         self.open: set[asyncio.Transport] = set()
-        self.acceptor = Acceptor(listener, self._greet, lambda: len(self.open), tally, max_connections)
+        self.acceptor = Acceptor(listener, self._greet, lambda: len(self.open), counts, max_connections)
 
     def _greet(self) -> asyncio.Protocol:
         server = self
@@ -51,7 +51,7 @@ class Shared:
         self.listener = listener
         self.address = listener.getsockname()
         memory = tallies_memory(num_processes)
-        self.tallies = [
+        self.counts = [
             SharedTallies.of(memory, process, num_processes).connections for process in range(num_processes)
         ]
         memory.close_file()
@@ -60,11 +60,11 @@ class Shared:
     def serve(self, *, max_connections: int = 1000) -> list[Server]:
         """One server for each process."""
         return [
-            self.start(tally, b"abcd"[n : n + 1], max_connections) for n, tally in enumerate(self.tallies)
+            self.start(counts, b"abcd"[n : n + 1], max_connections) for n, counts in enumerate(self.counts)
         ]
 
-    def start(self, tally: Tally, name: bytes = b"a", max_connections: int = 1000) -> Server:
-        return Server(self.listener.dup(), name, tally, max_connections)
+    def start(self, counts: ConnectionCounts, name: bytes = b"a", max_connections: int = 1000) -> Server:
+        return Server(self.listener.dup(), name, counts, max_connections)
 
     async def connect(self) -> socket.socket:
         client = socket.socket()
@@ -118,7 +118,6 @@ def test_connections_are_shared_equally(run: Run, num_servers: int, is_at_once: 
         else:
             names = [await shared.name() for _ in range(16)]
         assert sorted(names) == sorted([b"a", b"b", b"c", b"d"][:num_servers] * (16 // num_servers))
-        assert [tally.own for tally in shared.tallies] != [0] * num_servers
         await stop(*servers)
 
     run(scenario, num_servers)
@@ -140,20 +139,39 @@ def test_server_whose_connections_close_gets_the_next_ones(run: Run) -> None:
     run(scenario, 2)
 
 
-def test_server_that_does_not_accept_is_passed_over(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(acceptor, "_PATIENCE_S", 0.5)
+def test_busy_server_with_fewer_connections_is_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "_PATIENCE_S", 0.2)
 
     async def scenario(shared: Shared) -> None:
         loop = asyncio.get_running_loop()
-        server = shared.start(shared.tallies[0])  # the other process is stuck, without a connection
+        server = shared.start(shared.counts[0])
         await shared.name()
+        shared.counts[1].own = 0  # the other process is there, and accepts nothing
         started_at = loop.time()
         await shared.name()
-        assert loop.time() - started_at > 0.4
+        assert loop.time() - started_at > 0.15
         started_at = loop.time()
-        for _ in range(5):
-            await shared.name()
-        assert loop.time() - started_at < 0.4  # it is not waited for again
+        waiting = asyncio.ensure_future(shared.name())
+        await asyncio.sleep(0.01)
+        shared.counts[1].leave()
+        await waiting
+        assert loop.time() - started_at < 0.15
+        await stop(server)
+
+    run(scenario, 2)
+
+
+def test_server_that_has_not_started_or_is_stuck_is_not_waited_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(acceptor, "_PATIENCE_S", 60)
+
+    async def scenario(shared: Shared) -> None:
+        server = shared.start(shared.counts[0])
+        assert [await shared.name() for _ in range(5)] == [b"a"] * 5
+        shared.counts[1].own = 0
+        monkeypatch.setattr(tallies, "_STUCK_MS", -1)
+        assert [await shared.name() for _ in range(5)] == [b"a"] * 5
         await stop(server)
 
     run(scenario, 2)
@@ -161,7 +179,7 @@ def test_server_that_does_not_accept_is_passed_over(run: Run, monkeypatch: pytes
 
 def test_full_server_leaves_connections_waiting_until_it_has_room(run: Run) -> None:
     async def scenario(shared: Shared) -> None:
-        server = shared.start(OwnTally(), max_connections=2)
+        server = shared.start(OwnCount(), max_connections=2)
         clients = [await shared.connect() for _ in range(2)]
         for client in clients:
             await answer(client)
@@ -192,7 +210,7 @@ def test_server_without_a_free_file_tries_again(
             return super().accept()
 
     async def scenario(shared: Shared) -> None:
-        server = Server(Listener(fileno=os.dup(shared.listener.fileno())), b"a", OwnTally())
+        server = Server(Listener(fileno=os.dup(shared.listener.fileno())), b"a", OwnCount())
         assert await shared.name() == b"a"
         await stop(server)
 
@@ -204,7 +222,7 @@ def test_server_without_a_free_file_tries_again(
 
 def test_last_server_that_stops_accepts_all_that_wait(run: Run) -> None:
     async def scenario(shared: Shared) -> None:
-        server = shared.start(OwnTally(), max_connections=0)
+        server = shared.start(OwnCount(), max_connections=0)
         clients = [await shared.connect() for _ in range(100)]
         shared.listener.close()
         await stop(server)
@@ -221,7 +239,7 @@ def test_server_that_stops_before_others_leaves_waiting_connections_to_them(run:
         clients = [await shared.connect() for _ in range(3)]
         await stop(first)
         assert not first.open
-        assert shared.tallies[0].own == HAS_LEFT
+        assert shared.counts[1].others == []
         await stop(second)
         assert [await answer(client) for client in clients] == [b"b"] * 3
 

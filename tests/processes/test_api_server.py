@@ -14,13 +14,13 @@ from prometheus_client import CollectorRegistry
 from service.__main__ import listen
 from service.app import create_app
 from service.config.settings import Settings
+from service.http.acceptor import OwnCount
 from service.processes.api_server.api_server import ApiServer
 from service.processes.api_server.remote import RemoteReplicas
 from service.processes.api_server.scrape_client import ScrapeClient
 from service.processes.wire.line import Line
 from service.processes.wire.link import Link
 from service.processes.wire.messages import Farewell, Stop, Up
-from service.queue.tally import OwnTally
 from tests.support.app import FakeEncoder, fake_replicas
 from tests.support.waiting import eventually
 
@@ -44,7 +44,7 @@ class Supervised:
             settings,
             its_line,
             ScrapeClient(its_line.tell),
-            OwnTally(),
+            OwnCount(),
             RemoteReplicas([]),
             lambda: list(registry.collect()),
             logs_lifecycle=False,

@@ -20,6 +20,7 @@ from prometheus_client import CollectorRegistry, Metric
 from service.app import SharedProcessState, create_app
 from service.config.settings import Settings
 from service.engine.engine import Engine, keep_what_is_loaded
+from service.http.acceptor import ConnectionCounts
 from service.processes.api_server.remote import RemoteReplica, RemoteReplicas
 from service.processes.api_server.scrape_client import ScrapeClient
 from service.processes.wire.bootstrap import join
@@ -40,7 +41,6 @@ from service.processes.wire.messages import (
     Up,
 )
 from service.processes.wire.tallies import SharedTallies
-from service.queue.tally import Tally
 from service.server import Server, finish, trust_own_limits
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class ApiServer(Server):
         settings: Settings,
         line: Line,
         scrapes: ScrapeClient,
-        connections: Tally,
+        connections: ConnectionCounts,
         replicas: RemoteReplicas,
         own_metrics: Callable[[], list[Metric]],
         *,

@@ -23,7 +23,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from models import DeviceError, ModelError, replica_devices
 from service.config.settings import Settings
-from service.http.acceptor import HAS_LEFT
 from service.processes.supervisor.members import DeviceMember, Member, ServerMember, Spawn, spawn
 from service.processes.supervisor.scraping import Scraping
 from service.processes.wire.memory import SharedMemory
@@ -269,7 +268,7 @@ class Supervisor:
             self._ended.set()
 
     def _on_server_exit(self, server: ServerMember, code: int) -> None:
-        SharedTallies.of(self._tallies, server.index, self._num_servers).connections.own = HAS_LEFT
+        SharedTallies.of(self._tallies, server.index, self._num_servers).connections.leave()
         if (code != 0 and not self._has_failed) or not self._is_stopping:
             logger.critical("%s ended with %d; the server must be restarted", server.name, code)
             self._fail()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from service.processes.wire.memory import SharedMemory
 
-_ITEM_BYTES = 8
+_NUM_TALLIES, _ITEM_BYTES = 4, 8
+_STUCK_MS = 1000
 
 
 class SharedTally:
@@ -37,9 +40,48 @@ class SharedTally:
 
     @property
     def others(self) -> list[int]:
-        """The numbers of the other processes."""
+        """Of the other processes."""
         numbers = self._numbers.tolist()
         return numbers[: self._process] + numbers[self._process + 1 :]
+
+
+class SharedCounts:
+    """How many connections each process has. A process that has not written for 1 s is stuck."""
+
+    def __init__(
+        self,
+        numbers: SharedTally,
+        written_at: SharedTally,  # milliseconds; 0 for a process that accepts no connections
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._numbers = numbers
+        self._written_at = written_at
+        self._clock = clock
+
+    @property
+    def own(self) -> int:
+        """Of this process."""
+        return self._numbers.own
+
+    @own.setter
+    def own(self, value: int) -> None:
+        self._numbers.own = value
+        self._written_at.own = self._now_ms
+
+    @property
+    def others(self) -> list[int]:
+        """Of the other processes that accept connections and are not stuck."""
+        since = max(1, self._now_ms - _STUCK_MS)
+        pairs = zip(self._numbers.others, self._written_at.others, strict=True)
+        return [number for number, written_at in pairs if written_at >= since]
+
+    def leave(self) -> None:
+        """This process accepts no more connections."""
+        self._written_at.own = 0
+
+    @property
+    def _now_ms(self) -> int:
+        return int(1000 * self._clock())
 
 
 class SharedTallies(NamedTuple):
@@ -47,12 +89,15 @@ class SharedTallies(NamedTuple):
 
     reserved_tokens: SharedTally
     held_bytes: SharedTally
-    connections: SharedTally
+    connections: SharedCounts
 
     @classmethod
     def of(cls, memory: SharedMemory, process: int, num_processes: int) -> SharedTallies:
         """The tallies in that memory, of the process with that number."""
-        return cls(*(SharedTally(memory, index, process, num_processes) for index in range(_NUM_TALLIES)))
+        tokens, held, connections, written_at = (
+            SharedTally(memory, index, process, num_processes) for index in range(_NUM_TALLIES)
+        )
+        return cls(tokens, held, SharedCounts(connections, written_at))
 
     @classmethod
     def of_file(cls, file: int, process: int, num_processes: int) -> SharedTallies:
@@ -60,9 +105,6 @@ class SharedTallies(NamedTuple):
         memory = SharedMemory(file, _size(num_processes))
         memory.close_file()
         return cls.of(memory, process, num_processes)
-
-
-_NUM_TALLIES = len(SharedTallies._fields)
 
 
 class SharedIdleness:
