@@ -22,7 +22,6 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-_ACCEPTED_AT_ONCE = 64
 _LOOK_S = 0.001  # between two looks at whether another process has accepted
 _PATIENCE_S = 0.01  # with processes that have fewer connections
 _FULL_PAUSE_S = 0.05  # for a process with as many connections as it may have
@@ -81,6 +80,12 @@ class Acceptor:
         self._timer: asyncio.TimerHandle | None = None
         self._is_leaving = False
         listener.setblocking(False)
+        # Readable after each arrival until it is polled, whereas the listener is readable while a connection
+        # waits. Only Linux has it, and several processes need Linux.
+        self._arrivals = select.epoll() if hasattr(select, "epoll") else None
+        if self._arrivals is not None:
+            self._arrivals.register(listener, select.EPOLLIN | select.EPOLLET)
+        self._watched = listener.fileno() if self._arrivals is None else self._arrivals.fileno()
         self.count()
         self._resume()
 
@@ -96,8 +101,10 @@ class Acceptor:
             ignore_new_clients(self._listener)
             self._resume()
             await asyncio.sleep(_HANDSHAKE_S)
-            self._accept_all()
+            self._accept_in_turn()
         self._pause()
+        if self._arrivals is not None:
+            self._arrivals.close()
         self._listener.close()
         if self._opening:
             await asyncio.wait(self._opening)
@@ -109,30 +116,44 @@ class Acceptor:
 
     def _resume(self) -> None:
         self._pause()
-        self._loop.add_reader(self._listener.fileno(), self._on_waiting)
+        self._loop.add_reader(self._watched, self._on_arrival)
+        self._accept_in_turn()
 
     def _pause(self) -> None:
+        self._stop_looking()
+        self._loop.remove_reader(self._watched)
+
+    def _stop_looking(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._loop.remove_reader(self._listener.fileno())
 
     def _resume_later(self, seconds: float) -> None:
         self._pause()
         self._timer = self._loop.call_later(seconds, self._resume)
 
-    def _on_waiting(self) -> None:
-        for _ in range(_ACCEPTED_AT_ONCE):
-            self.count()
-            if not self._is_leaving and self._counts.own >= self._max_connections:
-                self._resume_later(_FULL_PAUSE_S)
-                return
+    def _on_arrival(self) -> None:
+        if self._arrivals is not None:
+            self._arrivals.poll(0)
+        if self._timer is None or self._has_fewest():
+            self._stop_looking()
+            self._accept_in_turn()
+
+    def _accept_in_turn(self) -> None:
+        """Accepts what waits while this process has the fewest connections, then looks what others do."""
+        while self._has_room():
             if not self._has_fewest():
-                self._pause()
                 self._look_later(self._loop.time() + _PATIENCE_S, self._counts.others)
                 return
             if not self._accept():
                 return
+
+    def _has_room(self) -> bool:
+        self.count()
+        if self._is_leaving or self._counts.own < self._max_connections:
+            return True
+        self._resume_later(_FULL_PAUSE_S)
+        return False
 
     def _has_fewest(self) -> bool:
         num_own = self._counts.own
@@ -142,24 +163,30 @@ class Acceptor:
         self._timer = self._loop.call_later(_LOOK_S, self._look, until, before)
 
     def _look(self, until: float, before: Sequence[int]) -> None:
-        """Resumes once another process has accepted a connection; accepts one if none has in all the time."""
-        if self._loop.time() >= until:
-            self._accept()
-        elif self._counts.others == before and not self._has_fewest():
-            self._look_later(until, before)
+        """Accepts a connection out of turn once the others have accepted none until then."""
+        self._timer = None
+        if not self._is_one_waiting():
             return
-        self._resume()
+        if self._counts.others != before or self._has_fewest():
+            self._accept_in_turn()
+        elif self._loop.time() < until:
+            self._look_later(until, before)
+        elif self._has_room() and self._accept():
+            self._accept_in_turn()
 
-    def _accept_all(self) -> None:
-        while select.select([self._listener], [], [], 0)[0] and self._accept():
-            pass
+    def _is_one_waiting(self) -> bool:
+        poll = select.poll()  # `select` takes no file above 1023
+        poll.register(self._listener, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _accept(self) -> bool:
         """Returns whether more connections may wait."""
         try:
             connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
+        except BlockingIOError:
             return False
+        except ConnectionAbortedError:
+            return True
         except OSError as error:
             logger.error("cannot accept connections: %s", error.strerror)
             self._resume_later(_NO_FILES_PAUSE_S)
