@@ -18,9 +18,9 @@ from service.http.acceptor import OwnCount
 from service.processes.api_server.api_server import ApiServer
 from service.processes.api_server.remote import RemoteReplicas
 from service.processes.api_server.scrape_client import ScrapeClient
-from service.processes.wire.line import Line
 from service.processes.wire.link import Link
 from service.processes.wire.messages import Farewell, Stop, Up
+from service.processes.wire.supervisor_link import SupervisorLink
 from tests.support.app import FakeEncoder, fake_replicas
 from tests.support.waiting import eventually
 
@@ -38,7 +38,7 @@ class Supervised:
         app = create_app(
             settings, registry=registry, start_replicas=lambda settings: fake_replicas(FakeEncoder())
         )
-        its_line = Line(line, on_gone=lambda: None)
+        its_line = SupervisorLink(line, on_gone=lambda: None)
         self.server = ApiServer(
             app,
             settings,

@@ -18,17 +18,16 @@ from prometheus_client import Metric
 from models import DeviceError, EncodeItem, ModelError, Preprocessor, Replica
 from models.replica import Queue
 from service.config.settings import Settings
-from service.processes.device.device_process import Device
-from service.processes.wire.line import Line
+from service.processes.device.device_process import DeviceProcess
 from service.processes.wire.link import Link
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import (
-    Batch,
+    BatchImage,
+    BatchMessage,
     DeviceLoaded,
     DeviceSetup,
     Fault,
     Granted,
-    Image,
     Lost,
     Ping,
     Pong,
@@ -36,6 +35,7 @@ from service.processes.wire.messages import (
     Scraped,
     Wanting,
 )
+from service.processes.wire.supervisor_link import SupervisorLink
 from tests.support.app import CONFIG, FakeEncoder, fake_replicas, only
 from tests.support.queueing import item
 
@@ -56,8 +56,8 @@ class Supervisor:
         ends = [end.socket.detach() for (_, batches), (_, results) in pairs for end in (batches, results)]
         setup = DeviceSetup(settings, NAME, 0, 1)
         self._loop = uvloop.new_event_loop()
-        line = Line(self._their_line, on_gone=self._stop)
-        self._device = Device(setup, [idleness.file, *ends], line, load)
+        line = SupervisorLink(self._their_line, on_gone=self._stop)
+        self._device = DeviceProcess(setup, [idleness.file, *ends], line, load)
         self._running = self._loop.create_task(self._device.run())
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -97,8 +97,8 @@ class Supervisor:
         self.batches[index].send(Wanting())
         message, _ = self.batches[index].receive()
         assert isinstance(message, Granted)
-        images = (Image(image.patches.grid_thw, image.patches.num_tokens, image.output),)
-        self.batches[index].send(Batch(0, images, patch_dim))
+        images = (BatchImage(image.patches.grid_thw, image.patches.num_tokens, image.output),)
+        self.batches[index].send(BatchMessage(0, images, patch_dim))
 
     def close(self) -> None:
         """The API servers' ends, for which the device's thread waits."""

@@ -17,12 +17,11 @@ import torch
 
 from models import EncodeItem, OutputSpec
 from service.errors import ApiError, InternalError, Unavailable
-from service.processes.device.dispatcher import Dispatcher, ServerLines, place
+from service.processes.device.dispatcher import Dispatcher, ServerLinks, place
 from service.processes.wire.link import MAX_FILES, Link
 from service.processes.wire.link import _Large as Large
 from service.processes.wire.memory import SharedMemory
-from service.processes.wire.messages import Batch as Sent
-from service.processes.wire.messages import Granted, Image, Place, Result, Wanting
+from service.processes.wire.messages import BatchImage, BatchMessage, Granted, Place, Result, Wanting
 from tests.support.app import known_embedding
 from tests.support.processes import DEVICE, ApiServer, Company, CopyingEncoder
 from tests.support.queueing import POOLED, Callers, item, value_of
@@ -241,7 +240,7 @@ class Stranger:
 
     def __init__(self) -> None:
         (batches, self.batches), (results, self.results) = Link.pair(), Link.pair()
-        self.client = ServerLines(batches, results)
+        self.client = ServerLinks(batches, results)
 
     def was_granted(self) -> bool:
         self.batches.socket.setblocking(False)
@@ -387,7 +386,7 @@ def test_a_batch_that_comes_late_is_the_next_one(make: Make) -> None:
     ticket = server.put(item(1, 1))
     batch = company.take()
     stranger.client.memory.bytes.fill_(7)
-    stranger.batches.send(Sent(0, (Image((1, 2, 2), 1, POOLED),), 4))
+    stranger.batches.send(BatchMessage(0, (BatchImage((1, 2, 2), 1, POOLED),), 4))
     assert company.take().values == [7]
     batch.finish()
     assert [int(embedding) for embedding in server.outcome(ticket)] == [1]

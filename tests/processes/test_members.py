@@ -14,7 +14,7 @@ LOADED = DeviceLoaded(EncoderFacts.of(cast(Any, FakeEncoder())), 2**20)
 
 def device() -> DeviceMember:
     return DeviceMember(
-        name="the process of cpu", process=cast(Any, None), line=cast(Any, None), device="cpu"
+        name="the process of cpu", process=cast(Any, None), link=cast(Any, None), device="cpu"
     )
 
 

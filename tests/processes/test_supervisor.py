@@ -19,7 +19,8 @@ from models import EncodeItem, ModelError, ReplicaGroup
 from service.__main__ import listen
 from service.config.settings import Settings
 from service.processes.supervisor.members import Process, spawn
-from service.processes.supervisor.supervisor import Supervisor, count_servers
+from service.processes.supervisor.server_count import count_servers
+from service.processes.supervisor.supervisor import Supervisor
 from service.processes.wire.link import Link
 from tests.support.app import FakeEncoder, fake_replicas, only
 from tests.support.load import FAULT, Load, known_images

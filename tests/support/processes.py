@@ -23,12 +23,12 @@ import uvloop
 
 from models import BatchResult, BatchStats, DeviceError, EncodeItem, Replica, ReplicaGroup
 from service.processes.api_server.remote import RemoteReplica
-from service.processes.device.device_process import Device
-from service.processes.device.dispatcher import Dispatcher, ServerLines
-from service.processes.wire.line import Line
+from service.processes.device.device_process import DeviceProcess
+from service.processes.device.dispatcher import Dispatcher, ServerLinks
 from service.processes.wire.link import Link
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import EncoderFacts
+from service.processes.wire.supervisor_link import SupervisorLink
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Ticket
@@ -94,12 +94,12 @@ class ThreadAsProcess:
 
     def _run(self) -> None:
         setup, files = self._line.receive()
-        line = Line(self._line, on_gone=self._on_gone)
-        device = Device(setup, files, line, lambda settings, name: self._replicas[name])
+        line = SupervisorLink(self._line, on_gone=self._on_gone)
+        device = DeviceProcess(setup, files, line, lambda settings, name: self._replicas[name])
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve(device))
 
-    async def _serve(self, device: Device) -> None:
+    async def _serve(self, device: DeviceProcess) -> None:
         self._loop = asyncio.get_running_loop()
         self._running = asyncio.ensure_future(device.run())
         with suppress(asyncio.CancelledError):
@@ -150,7 +150,7 @@ class ApiServer:
         return self._callers.error(ticket)
 
 
-class Batch:
+class TakenBatch:
     """What the device was given, until the test ends it."""
 
     def __init__(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> None:
@@ -189,15 +189,15 @@ class Company:
         num_servers: int = 2,
         max_batch_tokens: int = 10,
         memory_bytes: int = 2**20,
-        strangers: Sequence[ServerLines] = (),  # further API servers, which the test plays
+        strangers: Sequence[ServerLinks] = (),  # further API servers, which the test plays
     ) -> None:
         limits = QueueLimits(max_batch_tokens, 10_000)
-        self.clients: list[ServerLines] = []
+        self.clients: list[ServerLinks] = []
         self.servers: list[ApiServer] = []
         for _ in range(num_servers):
             (batches, their_batches), (results, their_results) = Link.pair(), Link.pair()
             memory = SharedMemory.create(memory_bytes)
-            self.clients.append(ServerLines(batches, results, memory))
+            self.clients.append(ServerLinks(batches, results, memory))
             replica = RemoteReplica(DEVICE, their_batches, their_results)
             self.servers.append(ApiServer(callers, replica, memory, limits))
         self.clients += strangers
@@ -212,11 +212,11 @@ class Company:
         self._replica = Replica(DEVICE, partial(cast(Any, lambda: encoder)))
         self._replica.serve(self.dispatcher)
 
-    def take(self) -> Batch:
+    def take(self) -> TakenBatch:
         """The next batch, for the test to run. In another thread, so that the test cannot be held up."""
         taken = self.threads.submit(self.dispatcher.take).result(10)
         assert taken is not None, "no API server is left"
-        return Batch(*taken)
+        return TakenBatch(*taken)
 
     def wait_until_wanting(self, number: int) -> None:
         """Images of so many API servers wait, and they have said so."""

@@ -23,8 +23,7 @@ from service.engine.engine import Engine, keep_what_is_loaded
 from service.http.acceptor import ConnectionCounts
 from service.processes.api_server.remote import RemoteReplica, RemoteReplicas
 from service.processes.api_server.scrape_client import ScrapeClient
-from service.processes.wire.bootstrap import join
-from service.processes.wire.line import Line
+from service.processes.wire.bootstrap import bootstrap
 from service.processes.wire.link import Link
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import (
@@ -40,13 +39,14 @@ from service.processes.wire.messages import (
     Stop,
     Up,
 )
+from service.processes.wire.supervisor_link import SupervisorLink
 from service.processes.wire.tallies import SharedTallies
 from service.server import Server, finish, trust_own_limits
 
 logger = logging.getLogger(__name__)
 
 # What they say is the same in all API servers. The first one says it.
-_SPOKEN_BY_FIRST = ("service.app", "service.engine.engine")
+_LOGGED_BY_FIRST = ("service.app", "service.engine.engine")
 
 
 class ApiServer(Server):
@@ -56,7 +56,7 @@ class ApiServer(Server):
         self,
         app: FastAPI,
         settings: Settings,
-        line: Line,
+        supervisor: SupervisorLink,
         scrapes: ScrapeClient,
         connections: ConnectionCounts,
         replicas: RemoteReplicas,
@@ -65,7 +65,7 @@ class ApiServer(Server):
         logs_lifecycle: bool,
     ) -> None:
         super().__init__(app, settings, logs_lifecycle=logs_lifecycle, connections=connections)
-        self._line = line
+        self._supervisor = supervisor
         self._scrapes = scrapes
         self._replicas = {replica.name: replica for replica in replicas.replicas}
         self._own_metrics = own_metrics
@@ -77,16 +77,16 @@ class ApiServer(Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts the server, and tells the supervisor."""
         await super().startup(sockets)
-        self._line.listen(self._obey)
+        self._supervisor.listen(self._obey)
         # As after loading, and now, so that all are ready at the same time.
         keep_what_is_loaded()
-        self._line.tell(Up())
+        self._supervisor.tell(Up())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Ends the server, and sends its last metrics to the supervisor."""
         await super().shutdown(sockets)
         with suppress(OSError):  # no file is left for the message
-            self._line.tell(Farewell(self._own_metrics()))
+            self._supervisor.tell(Farewell(self._own_metrics()))
 
     def _obey(self, message: object, files: Sequence[int]) -> None:
         match message:
@@ -115,22 +115,22 @@ class ApiServer(Server):
 
     def _tell_metrics(self) -> None:
         try:
-            self._line.tell(Scraped(self._own_metrics()))
+            self._supervisor.tell(Scraped(self._own_metrics()))
         except OSError:  # the process has no file for them
-            self._line.tell(Scraped(None))
+            self._supervisor.tell(Scraped(None))
 
 
 def main(file: int) -> NoReturn:
     """Serves until the supervisor says that it is enough. The line to it is in that file."""
-    setup, files, link = join(file, Setup)
+    setup, files, link = bootstrap(file, Setup)
     settings = setup.settings
     if setup.index:
-        for name in _SPOKEN_BY_FIRST:
+        for name in _LOGGED_BY_FIRST:
             logging.getLogger(name).disabled = True
     trust_own_limits()
     torch.set_num_threads(1)  # each image is resized in a thread of its own
     listener, tallies, *rest = files
-    line = Line(link, on_gone=_end)
+    line = SupervisorLink(link, on_gone=_end)
     scrapes = ScrapeClient(line.tell)
     registry = CollectorRegistry()
     replicas = _replicas(setup, rest)

@@ -18,11 +18,11 @@ from models import BatchResult, DeviceError, EncodeItem
 from service.processes.wire.link import Link
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import (
-    Batch,
+    BatchImage,
+    BatchMessage,
     EncoderFacts,
     Failure,
     Granted,
-    Image,
     Nothing,
     Result,
     Wanting,
@@ -73,11 +73,11 @@ class RemoteReplica:
                 return
         serving.set_result(None)
 
-    def _next(self, queue: DeviceQueue, num_idle_others: int) -> Batch | Nothing:
+    def _next(self, queue: DeviceQueue, num_idle_others: int) -> BatchMessage | Nothing:
         batch = queue.poll(num_idle_others)
         return Nothing() if batch is None else self._write(*batch)
 
-    def _write(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> Batch | Nothing:
+    def _write(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> BatchMessage | Nothing:
         patches = [item.patches.pixels for item in items]
         num_rows, patch_dim = sum(len(rows) for rows in patches), patches[0].shape[1]
         try:
@@ -87,8 +87,10 @@ class RemoteReplica:
             return Nothing()
         number = next(self._numbers)
         self._running[number] = future
-        images = tuple(Image(item.patches.grid_thw, item.patches.num_tokens, item.output) for item in items)
-        return Batch(number, images, patch_dim)
+        images = tuple(
+            BatchImage(item.patches.grid_thw, item.patches.num_tokens, item.output) for item in items
+        )
+        return BatchMessage(number, images, patch_dim)
 
     def _receive(self, queue: DeviceQueue, serving: Future[None]) -> None:
         try:

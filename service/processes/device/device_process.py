@@ -20,9 +20,8 @@ from models import DeviceError, ModelError, Replica, VisionEncoder
 from service.config.settings import Settings
 from service.engine.engine import ended_early, keep_what_is_loaded, stuck
 from service.engine.replicas import load_replica
-from service.processes.device.dispatcher import Dispatcher, ServerLines
-from service.processes.wire.bootstrap import join
-from service.processes.wire.line import Line
+from service.processes.device.dispatcher import Dispatcher, ServerLinks
+from service.processes.wire.bootstrap import bootstrap
 from service.processes.wire.link import Link
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import (
@@ -34,26 +33,27 @@ from service.processes.wire.messages import (
     Scrape,
     Scraped,
 )
+from service.processes.wire.supervisor_link import SupervisorLink
 from service.processes.wire.tallies import SharedIdleness
 
 
-class Device:
+class DeviceProcess:
     """Tells the supervisor how the device gets on. Runs on an event loop; the device has its own threads."""
 
     def __init__(
         self,
         setup: DeviceSetup,
         files: Sequence[int],
-        line: Line,
+        supervisor: SupervisorLink,
         load: Callable[[Settings, str], Replica],
     ) -> None:
         idleness, *ends = files
         self._setup = setup
-        self._line = line
+        self._supervisor = supervisor
         self._load = load
         self._idleness = SharedIdleness(SharedMemory(idleness, setup.num_devices), setup.index)
         os.close(idleness)
-        self._clients = [ServerLines(batches, results) for batches, results in Link.pairs_of_files(ends)]
+        self._clients = [ServerLinks(batches, results) for batches, results in Link.pairs_of_files(ends)]
         self._is_lost = False
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
@@ -61,7 +61,7 @@ class Device:
     async def run(self) -> None:
         """Until the process ends. Raises `OSError` where the supervisor cannot be told anything."""
         self._loop = asyncio.get_running_loop()
-        self._line.listen(self._obey)
+        self._supervisor.listen(self._obey)
         dispatcher = Dispatcher(
             self._clients, on_lost=partial(self._from_thread, self._lose), idleness=self._idleness
         )
@@ -80,12 +80,12 @@ class Device:
 
     def _tell(self, message: object, files: Sequence[int] = ()) -> None:
         with suppress(ConnectionError):  # the supervisor has ended, or does not need this process any more
-            self._line.tell(message, files)
+            self._supervisor.tell(message, files)
 
     def _obey(self, message: object, files: Sequence[int]) -> None:
         assert isinstance(message, Scrape), f"unknown order {message!r}"
         with suppress(OSError):  # who waits for it does not wait for long
-            self._line.tell(Scraped(list(self._registry.collect())))
+            self._supervisor.tell(Scraped(list(self._registry.collect())))
 
     def _on_loaded(self, ready: Future[VisionEncoder]) -> None:
         error = ready.exception()
@@ -136,8 +136,8 @@ class Device:
 
 def main(file: int, load: Callable[[Settings, str], Replica] = load_replica) -> NoReturn:
     """Serves until the supervisor ends the line to it, which is in that file."""
-    setup, files, link = join(file, DeviceSetup)
-    device = Device(setup, files, Line(link, on_gone=partial(os._exit, 0)), load)
+    setup, files, link = bootstrap(file, DeviceSetup)
+    device = DeviceProcess(setup, files, SupervisorLink(link, on_gone=partial(os._exit, 0)), load)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(device.run())
     raise AssertionError("a device is watched to the end")

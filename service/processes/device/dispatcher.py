@@ -26,7 +26,7 @@ from models import BatchResult, DeviceError, EncodeItem, Patches
 from service.processes.wire.link import MAX_FILES, Link
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import (
-    Batch,
+    BatchMessage,
     Failure,
     Fault,
     Granted,
@@ -45,7 +45,7 @@ _OWN_MEMORY_BYTES = 2**20
 
 
 @dataclass(eq=False)
-class ServerLines:
+class ServerLinks:
     """One API server, as a device sees it."""
 
     batches: Link
@@ -69,16 +69,16 @@ class Dispatcher:
 
     def __init__(
         self,
-        clients: Sequence[ServerLines],
+        clients: Sequence[ServerLinks],
         *,
         on_lost: Callable[[DeviceError], None],
         idleness: Idleness,
     ) -> None:
         self._on_lost = on_lost
         self._idleness = idleness
-        self._wanting: deque[ServerLines] = deque()
-        self._granted: dict[ServerLines, float] = {}  # since when it is to send its batch
-        self._taken: deque[tuple[ServerLines, Batch]] = deque()  # batches that are there
+        self._wanting: deque[ServerLinks] = deque()
+        self._granted: dict[ServerLinks, float] = {}  # since when it is to send its batch
+        self._taken: deque[tuple[ServerLinks, BatchMessage]] = deque()  # batches that are there
         self._selector = selectors.DefaultSelector()
         for client in clients:
             self._selector.register(client.batches, selectors.EVENT_READ, client)
@@ -136,7 +136,7 @@ class Dispatcher:
     def _listen(self, seconds: float | None) -> None:
         """Notes whose images wait, in the order in which they said so, and batches that have come."""
         for key, _ in self._selector.select(seconds):
-            client: ServerLines = key.data
+            client: ServerLinks = key.data
             try:
                 message, _ = client.batches.receive()
             except EOFError:
@@ -146,16 +146,16 @@ class Dispatcher:
                 self._wanting.append(client)
                 continue
             del self._granted[client]
-            if isinstance(message, Batch):
+            if isinstance(message, BatchMessage):
                 self._taken.append((client, message))
 
-    def _forget(self, client: ServerLines) -> None:
+    def _forget(self, client: ServerLinks) -> None:
         self._selector.unregister(client.batches)
         self._granted.pop(client, None)
         if client in self._wanting:
             self._wanting.remove(client)
 
-    def _finished(self, client: ServerLines, number: int, future: Future[BatchResult]) -> None:
+    def _finished(self, client: ServerLinks, number: int, future: Future[BatchResult]) -> None:
         with self._lock:
             self._running.discard(future)
             self._idleness.set(not self._running)
@@ -174,7 +174,7 @@ class Dispatcher:
             self._on_lost(error)
 
 
-def _items(client: ServerLines, batch: Batch) -> list[EncodeItem]:
+def _items(client: ServerLinks, batch: BatchMessage) -> list[EncodeItem]:
     assert client.memory is not None, "it has no batch before the model is loaded"
     items = []
     start = 0

@@ -1,4 +1,4 @@
-"""The other processes as the supervisor sees them, with a line to each."""
+"""The other processes as the supervisor sees them, with a link to each."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-# Starts `main` of a module in a process that has the end of a line. Raises `OSError`.
+# Starts `main` of a module in a process that has the end of a link. Raises `OSError`.
 Spawn = Callable[[str, Link], Process]
 
 
-def spawn(module: str, line: Link) -> subprocess.Popen[bytes]:
+def spawn(module: str, link: Link) -> subprocess.Popen[bytes]:
     """With signals held back, as one to all processes of a group may come before it has its handlers."""
-    command = _COMMAND.format(path=sys.path, module=module, file=line.fileno())
+    command = _COMMAND.format(path=sys.path, module=module, file=link.fileno())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", command], stdin=subprocess.DEVNULL, pass_fds=[line.fileno()]
+            [sys.executable, "-c", command], stdin=subprocess.DEVNULL, pass_fds=[link.fileno()]
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -54,14 +54,14 @@ class Member:
 
     name: str  # for the log
     process: Process
-    line: Link
+    link: Link
     is_up: bool = False
     is_running: bool = True
     pinged_at: float | None = None  # while it has not answered
 
     def tell(self, message: object, files: Sequence[int] = ()) -> None:
         """Raises `OSError` where it does not listen."""
-        self.line.send(message, files)
+        self.link.send(message, files)
 
     @property
     def silent_s(self) -> float:
@@ -87,13 +87,13 @@ class ServerMember(Member):
             device_ends[device] = batches, results
             ends += [their_batches, their_results]
             files += [their_batches.fileno(), their_results.fileno()]
-        process, line = _start(spawn, "service.processes.api_server.api_server", setup, files)
+        process, link = _start(spawn, "service.processes.api_server.api_server", setup, files)
         for end in ends:
             end.socket.close()
         return cls(
             name=f"API server {setup.index}",
             process=process,
-            line=line,
+            link=link,
             index=setup.index,
             device_ends=device_ends,
         )
@@ -115,11 +115,11 @@ class DeviceMember(Member):
         ends = [end for server in servers for end in server.device_ends.pop(setup.device)]
         try:
             files = [idleness.file, *(end.fileno() for end in ends)]
-            process, line = _start(spawn, "service.processes.device.device_process", setup, files)
+            process, link = _start(spawn, "service.processes.device.device_process", setup, files)
         finally:
             for end in ends:
                 end.socket.close()
-        return cls(name=f"the process of {setup.device}", process=process, line=line, device=setup.device)
+        return cls(name=f"the process of {setup.device}", process=process, link=link, device=setup.device)
 
     def take_loaded(self, loaded: DeviceLoaded, files: Sequence[int], num_servers: int) -> None:
         """What it has said of its model. Files are missing where this process may have no more."""
@@ -136,10 +136,10 @@ class DeviceMember(Member):
 
 
 def _start(spawn: Spawn, module: str, setup: object, files: Sequence[int]) -> tuple[Process, Link]:
-    """The process that is set up, and our end of the line to it."""
-    line, their_line = Link.pair()
-    process = spawn(module, their_line)
-    their_line.socket.close()
-    line.send(setup, files)
-    line.socket.setblocking(False)
-    return process, line
+    """The process that is set up, and our end of the link to it."""
+    link, their_link = Link.pair()
+    process = spawn(module, their_link)
+    their_link.socket.close()
+    link.send(setup, files)
+    link.socket.setblocking(False)
+    return process, link

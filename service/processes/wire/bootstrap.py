@@ -12,7 +12,7 @@ from service.processes.wire.messages import STOP_SIGNALS, DeviceSetup, Setup
 S = TypeVar("S", Setup, DeviceSetup)
 
 
-def join(file: int, kind: type[S]) -> tuple[S, list[int], Link]:
+def bootstrap(file: int, kind: type[S]) -> tuple[S, list[int], Link]:
     """Its set-up, the files that came with it, and the line to the supervisor, which is in that file.
 
     Signals to stop have no effect from now on: the supervisor has held them back until here.

@@ -37,7 +37,7 @@ class Nothing:
 
 
 @dataclass(frozen=True)
-class Image:
+class BatchImage:
     """One image of a batch."""
 
     grid_thw: tuple[int, int, int]
@@ -46,11 +46,11 @@ class Image:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchMessage:
     """From an API server. The patches [all images' rows, patch_dim] stand in the memory of the two."""
 
     number: int
-    images: tuple[Image, ...]
+    images: tuple[BatchImage, ...]
     patch_dim: int
 
 

@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 Obey = Callable[[object, Sequence[int]], None]
 
 
-class Line:
+class SupervisorLink:
     """`on_gone` is told that the supervisor is. A process that cannot do what it is told ends at once."""
 
     def __init__(self, link: Link, on_gone: Callable[[], None]) -> None:
