@@ -8,9 +8,11 @@ import os
 import random
 import re
 import signal
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 
 import httpx
@@ -110,6 +112,24 @@ def test_answers_are_those_of_one_process_bit_for_bit(
         assert len({answer.content for answer in answers}) == 1
         statuses.add(expected[0])
     assert statuses == {200, 400, 404, 405, 415}
+
+
+def test_connections_that_stay_open_are_shared_equally(process: Process) -> None:
+    port, num_clients = int(process.url.rsplit(":", 1)[1]), 32
+
+    def num_connections(child: psutil.Process) -> int:
+        return sum(
+            each.status == "ESTABLISHED" and each.laddr.port == port for each in child.net_connections()
+        )
+
+    children = children_of(process)
+    eventually(lambda: not any(num_connections(child) for child in children))
+    with ExitStack() as clients:
+        for _ in range(num_clients):
+            clients.enter_context(socket.create_connection(("127.0.0.1", port)))
+        eventually(lambda: sum(num_connections(child) for child in children) == num_clients)
+        share = num_clients / NUM_SERVERS
+        assert max(num_connections(child) for child in children) <= 1.3 * share
 
 
 def test_metrics_are_the_sums_of_all_processes_whoever_is_asked(process: Process) -> None:

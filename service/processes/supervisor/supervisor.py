@@ -50,7 +50,7 @@ _DEVICE_END_S = 5.0  # for the process of a device to exit once no API server is
 
 
 class Supervisor:
-    """Runs in the main thread, on an event loop. The API servers share `listener`, which this process closes."""
+    """Runs in the main thread, on an event loop. Gives `listener` to the API servers."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ class Supervisor:
         self._loop.call_later(self._device_end_s, self._give_up)
 
     def _give_up(self) -> None:
-        """Ends without the processes that still run. A process may hang in a driver, where no signal ends it."""
+        """Ends without waiting any longer. A process may hang in a driver, where no signal ends it."""
         for member in self._members:
             if member.is_running:
                 logger.warning("%s does not end, and is killed", member.name)
