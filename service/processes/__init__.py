@@ -1,6 +1,6 @@
 """Several processes that serve as one: API servers, one process for each device, and a supervisor.
 
-It hands requests to the same app that a single process runs; only the replicas are in other processes.
+It runs the same app as a single process; only the replicas are in other processes.
 It knows nothing of bodies, images or answers.
 
     clients ──► API servers ──patches──► devices

@@ -38,7 +38,7 @@ class Supervised:
         app = create_app(
             settings, registry=registry, start_replicas=lambda settings: fake_replicas(FakeEncoder())
         )
-        its_line = SupervisorLink(line, on_gone=lambda: None)
+        its_line = SupervisorLink(line, on_exit=lambda: None)
         self.server = ApiServer(
             app,
             settings,

@@ -56,7 +56,7 @@ class Supervisor:
         ends = [end.socket.detach() for (_, batches), (_, results) in pairs for end in (batches, results)]
         setup = DeviceSetup(settings, NAME, 0, 1)
         self._loop = uvloop.new_event_loop()
-        line = SupervisorLink(self._their_line, on_gone=self._stop)
+        line = SupervisorLink(self._their_line, on_exit=self._stop)
         self._device = DeviceProcess(setup, [idleness.file, *ends], line, load)
         self._running = self._loop.create_task(self._device.run())
         self._thread = threading.Thread(target=self._run)

@@ -94,7 +94,7 @@ class ThreadAsProcess:
 
     def _run(self) -> None:
         setup, files = self._line.receive()
-        line = SupervisorLink(self._line, on_gone=self._on_gone)
+        line = SupervisorLink(self._line, on_exit=self._on_exit)
         device = DeviceProcess(setup, files, line, lambda settings, name: self._replicas[name])
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve(device))
@@ -111,7 +111,7 @@ class ThreadAsProcess:
         self._ended.set()
         await self._closed.wait()
 
-    def _on_gone(self) -> None:
+    def _on_exit(self) -> None:
         if not self._is_deaf:
             self._end()
 

@@ -1,6 +1,6 @@
-"""One API server: the whole app, in a process of its own. Devices are in other processes.
+"""One API server: the whole app in a process of its own. Its devices are in other processes.
 
-Knows the orders of the supervisor; nothing of the other API servers.
+Knows the messages of the supervisor; knows nothing of the other API servers.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from service.server import Server, finish, trust_own_limits
 
 logger = logging.getLogger(__name__)
 
-# What they say is the same in all API servers. The first one says it.
+# These loggers say the same in all API servers, so only the first one logs it.
 _LOGGED_BY_FIRST = ("service.app", "service.engine.engine")
 
 
@@ -71,13 +71,13 @@ class ApiServer(Server):
         self._own_metrics = own_metrics
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """A signal to all processes of a group. What a second one means is up to the supervisor."""
+        """Drains after a signal to the whole process group. The supervisor handles a second signal."""
         self._told_to_stop = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts the server, and tells the supervisor."""
         await super().startup(sockets)
-        self._supervisor.listen(self._obey)
+        self._supervisor.listen(self._on_message)
         # As after loading, and now, so that all are ready at the same time.
         keep_what_is_loaded()
         self._supervisor.tell(Up())
@@ -88,7 +88,7 @@ class ApiServer(Server):
         with suppress(OSError):  # no file is left for the message
             self._supervisor.tell(Farewell(self._own_metrics()))
 
-    def _obey(self, message: object, files: Sequence[int]) -> None:
+    def _on_message(self, message: object, files: Sequence[int]) -> None:
         match message:
             case Loaded(devices):
                 self._on_loaded(devices, files)
@@ -101,7 +101,7 @@ class ApiServer(Server):
             case Stop():
                 self._told_to_stop = True
             case _:
-                raise AssertionError(f"unknown order {message!r}")
+                raise AssertionError(f"unknown message {message!r}")
 
     def _on_loaded(self, devices: Mapping[str, DeviceLoaded], files: Sequence[int]) -> None:
         rest = iter(files)
@@ -116,12 +116,12 @@ class ApiServer(Server):
     def _tell_metrics(self) -> None:
         try:
             self._supervisor.tell(Scraped(self._own_metrics()))
-        except OSError:  # the process has no file for them
+        except OSError:  # no file is left for the message
             self._supervisor.tell(Scraped(None))
 
 
 def main(file: int) -> NoReturn:
-    """Serves until the supervisor says that it is enough. The line to it is in that file."""
+    """Serves until the supervisor says `Stop`. `file` is the link to the supervisor."""
     setup, files, link = bootstrap(file, Setup)
     settings = setup.settings
     if setup.index:
@@ -130,8 +130,8 @@ def main(file: int) -> NoReturn:
     trust_own_limits()
     torch.set_num_threads(1)  # each image is resized in a thread of its own
     listener, tallies, *rest = files
-    line = SupervisorLink(link, on_gone=_end)
-    scrapes = ScrapeClient(line.tell)
+    to_supervisor = SupervisorLink(link, on_exit=_end)
+    scrapes = ScrapeClient(to_supervisor.tell)
     registry = CollectorRegistry()
     replicas = _replicas(setup, rest)
     shared = SharedTallies.of_file(tallies, setup.index, setup.num_servers)
@@ -151,7 +151,7 @@ def main(file: int) -> NoReturn:
     server = ApiServer(
         app,
         settings,
-        line,
+        to_supervisor,
         scrapes,
         shared.connections,
         replicas,
@@ -169,6 +169,6 @@ def _end() -> NoReturn:
 
 
 def _replicas(setup: Setup, files: Sequence[int]) -> RemoteReplicas:
-    """Of two files for each device."""
+    """Replicas from two files for each device: the links for batches and for results."""
     pairs = zip(setup.devices, Link.pairs_of_files(files), strict=True)
     return RemoteReplicas([RemoteReplica(device, batches, results) for device, (batches, results) in pairs])

@@ -1,6 +1,6 @@
 """One device in a process of its own: loads the model, and encodes the batches of the API servers.
 
-A fault of one GPU makes CUDA fail on all devices of the process, so that none may share it with another.
+Devices do not share a process, because a fault of one GPU makes CUDA fail in its whole process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from service.processes.wire.tallies import SharedIdleness
 
 
 class DeviceProcess:
-    """Tells the supervisor how the device gets on. Runs on an event loop; the device has its own threads."""
+    """Reports the state of the device to the supervisor, on an event loop. The device has its own threads."""
 
     def __init__(
         self,
@@ -59,9 +59,9 @@ class DeviceProcess:
         ProcessCollector(registry=self._registry)
 
     async def run(self) -> None:
-        """Until the process ends. Raises `OSError` where the supervisor cannot be told anything."""
+        """Runs until the process exits. Raises `OSError` if the supervisor cannot be told anything."""
         self._loop = asyncio.get_running_loop()
-        self._supervisor.listen(self._obey)
+        self._supervisor.listen(self._on_message)
         dispatcher = Dispatcher(
             self._clients, on_lost=partial(self._from_thread, self._lose), idleness=self._idleness
         )
@@ -79,12 +79,12 @@ class DeviceProcess:
         self._loop.call_soon_threadsafe(function, *args)
 
     def _tell(self, message: object, files: Sequence[int] = ()) -> None:
-        with suppress(ConnectionError):  # the supervisor has ended, or does not need this process any more
+        with suppress(ConnectionError):  # the supervisor has exited, or has closed the link
             self._supervisor.tell(message, files)
 
-    def _obey(self, message: object, files: Sequence[int]) -> None:
-        assert isinstance(message, Scrape), f"unknown order {message!r}"
-        with suppress(OSError):  # who waits for it does not wait for long
+    def _on_message(self, message: object, files: Sequence[int]) -> None:
+        assert isinstance(message, Scrape), f"unknown message {message!r}"
+        with suppress(OSError):  # the supervisor gives up waiting soon
             self._supervisor.tell(Scraped(list(self._registry.collect())))
 
     def _on_loaded(self, ready: Future[VisionEncoder]) -> None:
@@ -96,7 +96,7 @@ class DeviceProcess:
             self._tell(DeviceLoaded(Fault.of(error)))
 
     def _tell_loaded(self, encoder: EncoderFacts) -> None:
-        """With memory for the patches of a batch of each API server."""
+        """Sends the facts of the encoder, with memory for the patches of a batch for each API server."""
         num_bytes = self._batch_bytes(encoder)
         memories: list[SharedMemory] = []
         try:
@@ -111,7 +111,7 @@ class DeviceProcess:
                 memory.close_file()
 
     def _batch_bytes(self, encoder: EncoderFacts) -> int:
-        """Of the largest batch: a full one or one large image. What is not written is no memory yet."""
+        """Returns the size of the largest batch: a full one, or one large image. Unwritten pages are free."""
         preprocessor = encoder.preprocessor
         num_tokens = max(self._setup.settings.max_batch_tokens, preprocessor.max_num_tokens)
         return 3 * preprocessor.config.factor**2 * num_tokens
@@ -135,9 +135,9 @@ class DeviceProcess:
 
 
 def main(file: int, load: Callable[[Settings, str], Replica] = load_replica) -> NoReturn:
-    """Serves until the supervisor ends the line to it, which is in that file."""
+    """Serves until the supervisor closes the link to it. `file` is that link."""
     setup, files, link = bootstrap(file, DeviceSetup)
-    device = DeviceProcess(setup, files, SupervisorLink(link, on_gone=partial(os._exit, 0)), load)
+    device = DeviceProcess(setup, files, SupervisorLink(link, on_exit=partial(os._exit, 0)), load)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(device.run())
     raise AssertionError("a device is watched to the end")

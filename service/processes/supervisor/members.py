@@ -21,23 +21,26 @@ _COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import main; main(
 
 
 class Process(Protocol):
-    """What was started."""
+    """A process that was started."""
 
     @property
     def pid(self) -> int: ...
 
     def wait(self) -> int:
-        """Waits for its end. Returns the exit code; for a signal, the negative number."""
+        """Waits for the exit. Returns the exit code; for a signal, the negative number."""
 
     def kill(self) -> None: ...
 
 
-# Starts `main` of a module in a process that has the end of a link. Raises `OSError`.
+# Starts a process that calls `main` of a module with one end of a link. Raises `OSError`.
 Spawn = Callable[[str, Link], Process]
 
 
 def spawn(module: str, link: Link) -> subprocess.Popen[bytes]:
-    """With signals held back, as one to all processes of a group may come before it has its handlers."""
+    """Starts the process with signals blocked.
+
+    A signal to the whole process group may come before the process has its handlers.
+    """
     command = _COMMAND.format(path=sys.path, module=module, file=link.fileno())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -50,22 +53,22 @@ def spawn(module: str, link: Link) -> subprocess.Popen[bytes]:
 
 @dataclass(eq=False, kw_only=True)
 class Member:
-    """One process."""
+    """One process that the supervisor has started."""
 
-    name: str  # for the log
+    name: str  # in the log
     process: Process
     link: Link
     is_up: bool = False
     is_running: bool = True
-    pinged_at: float | None = None  # while it has not answered
+    pinged_at: float | None = None  # of a ping without an answer; time.monotonic()
 
     def tell(self, message: object, files: Sequence[int] = ()) -> None:
-        """Raises `OSError` where it does not listen."""
+        """Sends a message. Raises `OSError` if the process cannot receive it."""
         self.link.send(message, files)
 
     @property
     def silent_s(self) -> float:
-        """For how long it has not answered."""
+        """The time since a ping without an answer; else 0."""
         return 0.0 if self.pinged_at is None else time.monotonic() - self.pinged_at
 
 
@@ -122,7 +125,7 @@ class DeviceMember(Member):
         return cls(name=f"the process of {setup.device}", process=process, link=link, device=setup.device)
 
     def take_loaded(self, loaded: DeviceLoaded, files: Sequence[int], num_servers: int) -> None:
-        """What it has said of its model. Files are missing where this process may have no more."""
+        """Keeps the message and its files. Files are missing if this process may open no more."""
         self.loaded, self.memories = loaded, [*files]
         if not isinstance(loaded.encoder, Fault) and len(files) < num_servers:
             error = ModelError("no files for the memory of batches; raise the limit on open files")
@@ -130,13 +133,13 @@ class DeviceMember(Member):
             self.close_memories()
 
     def close_memories(self) -> None:
-        """Once the API servers have them."""
+        """Closes the files, once the API servers have them."""
         while self.memories:
             os.close(self.memories.pop())
 
 
 def _start(spawn: Spawn, module: str, setup: object, files: Sequence[int]) -> tuple[Process, Link]:
-    """The process that is set up, and our end of the link to it."""
+    """Starts a process and sends its set-up. Returns the process and our end of the link to it."""
     link, their_link = Link.pair()
     process = spawn(module, their_link)
     their_link.socket.close()

@@ -1,4 +1,4 @@
-"""What processes always know of each other, through memory that they share: tallies, and who is idle."""
+"""Numbers that processes share in memory: tallies of limits, counts of connections, idle devices."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _STUCK_MS = 1000
 
 
 class SharedTally:
-    """One tally: a number for each process, which that process alone writes, and without a lock.
+    """One number for each process. Each process writes only its own, without a lock.
 
-    Where processes look at the total and add to it at the same time, the sum may exceed a limit by what they
-    add.
+    If several processes read the total and then add to it at the same time, it may exceed a limit by the sum
+    of what they add.
     """
 
     def __init__(self, memory: SharedMemory, index: int, process: int, num_processes: int) -> None:
@@ -26,7 +26,7 @@ class SharedTally:
 
     @property
     def own(self) -> int:
-        """Of this process."""
+        """The number of this process."""
         return self._numbers[self._process]
 
     @own.setter
@@ -35,12 +35,12 @@ class SharedTally:
 
     @property
     def total(self) -> int:
-        """Of all processes."""
+        """The sum over all processes."""
         return sum(self._numbers)
 
     @property
     def others(self) -> list[int]:
-        """Of the other processes."""
+        """The numbers of the other processes."""
         numbers = self._numbers.tolist()
         return numbers[: self._process] + numbers[self._process + 1 :]
 
@@ -60,7 +60,7 @@ class SharedCounts:
 
     @property
     def own(self) -> int:
-        """Of this process."""
+        """The number of this process."""
         return self._numbers.own
 
     @own.setter
@@ -70,7 +70,7 @@ class SharedCounts:
 
     @property
     def others(self) -> list[int]:
-        """Of the other processes that accept connections and are not stuck."""
+        """The numbers of the other processes that accept connections and are not stuck."""
         since = max(1, self._now_ms - _STUCK_MS)
         pairs = zip(self._numbers.others, self._written_at.others, strict=True)
         return [number for number, written_at in pairs if written_at >= since]
@@ -85,7 +85,7 @@ class SharedCounts:
 
 
 class SharedTallies(NamedTuple):
-    """All tallies, as one process uses them."""
+    """All tallies, for one process."""
 
     reserved_tokens: SharedTally
     held_bytes: SharedTally
@@ -108,7 +108,7 @@ class SharedTallies(NamedTuple):
 
 
 class SharedIdleness:
-    """Whether one device has nothing to do, and how many others have. A byte for each, which it writes."""
+    """Which devices are idle: one byte for each device, which only its process writes."""
 
     def __init__(self, memory: SharedMemory, index: int) -> None:
         self._idle = memory.buffer
@@ -116,21 +116,21 @@ class SharedIdleness:
         self._is_retired = False
 
     def set(self, is_idle: bool) -> None:
-        """Whether this one could take work now."""
+        """Says whether this device could take work now."""
         self._idle[self._index] = is_idle and not self._is_retired
 
     def retire(self) -> None:
-        """It takes no work any more."""
+        """This device takes no work any more."""
         self._is_retired = True
         self.set(False)
 
     def count_others(self) -> int:
-        """Others that could."""
+        """Returns how many other devices are idle."""
         return sum(self._idle) - self._idle[self._index]
 
 
 def tallies_memory(num_processes: int) -> SharedMemory:
-    """New memory for all tallies, each 0."""
+    """Creates memory for all tallies, each 0."""
     return SharedMemory.create(_size(num_processes))
 
 
