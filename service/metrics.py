@@ -20,7 +20,7 @@ from service.errors import ERROR_CODES, ERROR_STATUSES, ApiError, ErrorCode
 Stage = Literal["read", "fetch", "decode", "queue", "encode", "serialize"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 MISS_REASONS = ("oversize", "disabled", "error")
-CLIENT_LEFT = 499  # in place of a status where no one is left to get an answer
+CLIENT_LEFT = 499  # in place of a status if the client has left before the answer
 STATUSES = (200, *sorted((*ERROR_STATUSES, CLIENT_LEFT)))
 OTHER = "other"  # a route or status that is not in the closed list
 
@@ -69,13 +69,13 @@ class _DeviceSeries:
 
 
 class Collects(Protocol):
-    """Has metrics: a registry, or what several processes have."""
+    """A registry, or the gathered metrics of several processes."""
 
     def collect(self) -> Iterable[Metric]: ...
 
 
 class SupportsQueueGauges(Protocol):
-    """What the metrics read of the queue."""
+    """The numbers of the queue that the metrics read."""
 
     @property
     def waiting_images(self) -> int: ...
@@ -88,7 +88,7 @@ class SupportsQueueGauges(Protocol):
 
 
 class SupportsByteGauge(Protocol):
-    """What the metrics read of the bodies in memory."""
+    """The number of bytes in memory that the metrics read."""
 
     @property
     def held_bytes(self) -> int: ...
@@ -181,22 +181,22 @@ class Metrics:
     def set_graphs(
         self, device: str, budgets: Sequence[int], *, memory_bytes: int, capture_seconds: float
     ) -> None:
-        """Says what was captured on a device that was added, and starts the series of its budgets at 0."""
+        """Sets the facts of the graphs of a device, and starts the series of its budgets at 0."""
         series = self._devices[device]
         series.replays.update((budget, self._replays.labels(device, str(budget))) for budget in budgets)
         series.memory_bytes.set(memory_bytes)
         series.capture_seconds.set(capture_seconds)
 
     def set_device_up(self, device: str, up: bool) -> None:
-        """Says whether a device that was added takes batches."""
+        """Sets whether a device takes batches."""
         self._devices[device].up.set(up)
 
     def set_info(self, *, model: str, fingerprint: str, dtype: str, attn_backend: str, version: str) -> None:
-        """Says what is served, once it is loaded."""
+        """Sets the labels of `info`, once the model is loaded."""
         self._info.labels(model, fingerprint, dtype, attn_backend, version).set(1)
 
     def watch_queue(self, queue: SupportsQueueGauges, budget: SupportsByteGauge) -> None:
-        """Reads the gauges of the queue whenever they are asked for."""
+        """Reads the gauges of the queue at each scrape."""
         self._queue_images.set_function(lambda: queue.waiting_images)
         self._queue_tokens.set_function(lambda: queue.waiting_tokens)
         self._queue_limit_tokens.set_function(lambda: queue.limit_tokens)
@@ -204,7 +204,7 @@ class Metrics:
 
     @property
     def routes(self) -> Collection[str]:
-        """Those that requests are counted under."""
+        """The routes that requests are counted under."""
         return self._request_durations.keys()
 
     def observe_request(self, route: str, status: int, duration_s: float) -> None:
@@ -226,7 +226,7 @@ class Metrics:
         self._errors[code].inc()
 
     def count_refusal(self, error: ApiError) -> None:
-        """Counts what was refused before it was a request with a route."""
+        """Counts a request that was refused before it had a route."""
         self.observe_request(OTHER, error.status, 0.0)
         self.count_error(error.code)
 

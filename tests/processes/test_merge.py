@@ -81,7 +81,7 @@ def test_histograms_are_sums_in_each_bucket(three: list[Process]) -> None:
     assert math.isclose(found.total("request_duration_seconds_sum", "/embed"), 40.008)
 
 
-def test_gauges_of_what_each_has_a_part_of_are_sums(three: list[Process]) -> None:
+def test_gauges_of_which_each_process_has_a_part_are_sums(three: list[Process]) -> None:
     for number, process in enumerate(three, 1):
         process.metrics.requests_in_flight.set(number)
         process.metrics._inflight_bytes.set(100 * number)
@@ -107,7 +107,7 @@ def test_the_server_is_no_better_than_its_worst_process(
     assert scrape(*three).total(name) == 0
 
 
-def test_what_all_know_of_the_same_thing_is_said_once(three: list[Process]) -> None:
+def test_gauges_that_are_the_same_in_all_processes_appear_once(three: list[Process]) -> None:
     for process in three:
         process.metrics._queue_limit_tokens.set(4096)
     found = scrape(*three)
@@ -120,7 +120,7 @@ def test_what_all_know_of_the_same_thing_is_said_once(three: list[Process]) -> N
         assert [(series, float(is_)) for series, _, is_ in found.samples if series == name] == [(name, value)]
 
 
-def test_a_metric_of_one_process_only_stands_as_it_is(three: list[Process]) -> None:
+def test_metric_of_only_one_process_is_unchanged(three: list[Process]) -> None:
     Gauge("vision_sidecar_extra", "Of one.", ["where"], registry=three[1].registry).labels("here").set(4)
     three[2].metrics.add_device("cuda:1")
     three[2].metrics.set_device_up("cuda:1", True)
@@ -130,7 +130,7 @@ def test_a_metric_of_one_process_only_stands_as_it_is(three: list[Process]) -> N
     assert found.total("device_up", f'device="{DEVICE}"') == 1
 
 
-def test_of_the_processes_the_earliest_start_and_the_sums_of_what_they_use() -> None:
+def test_process_metrics_are_the_earliest_start_and_the_sums_of_use() -> None:
     def process(start: float, cpu: float, max_fds: float) -> list[Metric]:
         found = []
         for name, value in (("start_time_seconds", start), ("cpu_seconds", cpu), ("max_fds", max_fds)):
@@ -149,7 +149,7 @@ def test_of_the_processes_the_earliest_start_and_the_sums_of_what_they_use() -> 
     }
 
 
-def test_nothing_of_the_form_is_lost(three: list[Process]) -> None:
+def test_merged_metrics_keep_their_form(three: list[Process]) -> None:
     """One process, merged, reads as it does without; several have the same series."""
 
     def forms(text: bytes) -> list[tuple[str, str, str, list[str]]]:
@@ -173,7 +173,7 @@ def test_nothing_of_the_form_is_lost(three: list[Process]) -> None:
     assert open_metrics.endswith(b"# EOF\n")
 
 
-def test_processes_are_asked_again_for_each_scrape_and_not_changed(three: list[Process]) -> None:
+def test_merging_does_not_change_the_metrics_of_a_process(three: list[Process]) -> None:
     for process in three:
         process.metrics.observe_request("/embed", 200, 0.1)
     collected = [process.collect() for process in three]

@@ -1,4 +1,4 @@
-"""What several processes hold of one limit."""
+"""Numbers that several processes share."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def processes() -> list[SharedTallies]:
     return found
 
 
-def test_a_process_changes_its_own_number_and_sees_the_sum(processes: list[SharedTallies]) -> None:
+def test_process_changes_its_own_number_and_sees_the_sum(processes: list[SharedTallies]) -> None:
     assert [tally.total for tallies in processes for tally in tallies[:2]] == [0] * 6
     (tokens0, bytes0, _), (tokens1, bytes1, _), (tokens2, bytes2, _) = processes
     tokens0.own += 5
@@ -49,14 +49,14 @@ def test_a_process_changes_its_own_number_and_sees_the_sum(processes: list[Share
     assert [tally.others for tally in (tokens0, tokens1, tokens2)] == [[2**40, 7], [1, 7], [1, 2**40]]
 
 
-def test_a_process_alone_has_the_sum() -> None:
+def test_number_of_a_single_process_is_the_sum() -> None:
     tally = OwnTally()
     assert (tally.own, tally.total) == (0, 0)
     tally.own += 3
     assert (tally.own, tally.total) == (3, 3)
 
 
-def test_another_process_sees_what_this_one_holds_and_the_other_way_round() -> None:
+def test_processes_see_the_numbers_of_each_other() -> None:
     memory = tallies_memory(2)
     tokens, *_ = SharedTallies.of_file(os.dup(memory.file), 0, 2)
     tokens.own = 11
@@ -112,7 +112,7 @@ def test_tokens_of_all_processes_count_against_the_limit(
     assert processes[2][0].total == 0
 
 
-def test_devices_see_how_many_others_are_idle_until_one_takes_no_work_any_more() -> None:
+def test_devices_count_idle_others_until_they_retire() -> None:
     memory = SharedMemory.create(3)
     devices = [SharedIdleness(memory, index) for index in range(3)]
     memory.close_file()

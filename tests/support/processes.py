@@ -1,6 +1,6 @@
-"""A device with its dispatcher, and queues of several API servers in front of it, all in one process.
+"""A device with its dispatcher, and queues of several API servers before it, all in one process.
 
-And the process of a device, as a thread of the test's.
+Also the process of a device, as a thread of the test.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DEVICE = "fake"
 
 
 class CopyingEncoder(FakeEncoder):
-    """Copies the patches when it is launched, as encoders do: their memory is not theirs for longer."""
+    """Copies the patches at launch, like a real encoder: their memory is reused afterwards."""
 
     def launch(self, items: Sequence[EncodeItem]) -> FakeRunning:
         return super().launch([copy_of(item) for item in items])
@@ -51,12 +51,12 @@ def copy_of(item: EncodeItem) -> EncodeItem:
 
 
 class ThreadAsProcess:
-    """Runs the device of a process, with a replica of the test's."""
+    """Runs a `DeviceProcess` with a replica of the test."""
 
     pid = 0
 
     def __init__(self, line: Link, group: ReplicaGroup, is_deaf: bool) -> None:
-        """`is_deaf`: it does not end with the line."""
+        """`is_deaf`: it does not end when the link is closed."""
         self._line = Link.of_file(os.dup(line.fileno()))  # the supervisor closes its own
         self._replicas = {replica.name: replica for replica in group.replicas}
         self._is_deaf = is_deaf
@@ -78,17 +78,17 @@ class ThreadAsProcess:
             self._end()
 
     def hang(self) -> None:
-        """As in a driver, where no signal has an effect, until the test ends it."""
+        """Hangs like a driver, where no signal has an effect, until the test ends it."""
         self.hangs = True
         self._loop.call_soon_threadsafe(self._hung.wait)
 
     def end(self) -> None:
-        """Whatever it hangs in."""
+        """Ends it even if it hangs."""
         self._hung.set()
         self._end()
 
     def close(self) -> None:
-        """Once the replicas are closed, whose threads may have something to tell until then."""
+        """To be called once the replicas are closed: their threads may send messages until then."""
         self._loop.call_soon_threadsafe(self._closed.set)
         self._thread.join()
 
@@ -120,7 +120,7 @@ class ThreadAsProcess:
 
 
 class ApiServer:
-    """The queue of one API server, and its end of the lines to the device."""
+    """The queue of one API server, and its ends of the links to the device."""
 
     def __init__(
         self, callers: Callers, replica: RemoteReplica, memory: SharedMemory, limits: QueueLimits
@@ -135,7 +135,7 @@ class ApiServer:
         replica.loaded(EncoderFacts.of(cast(Any, FakeEncoder())), memory)
 
     def _on_served(self, serving: Future[None]) -> None:
-        """As the engine does it."""
+        """Loses the device, like the engine."""
         error = serving.exception()
         if error is not None:
             self.batcher.lose(DEVICE, DeviceError(DEVICE, error))
@@ -151,7 +151,7 @@ class ApiServer:
 
 
 class TakenBatch:
-    """What the device was given, until the test ends it."""
+    """A batch that the device has taken, until the test finishes it."""
 
     def __init__(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> None:
         self.values = [value_of(item) for item in items]
@@ -159,14 +159,14 @@ class TakenBatch:
         self.future = future
 
     def finish(self, *embeddings: torch.Tensor) -> None:
-        """With those, or with the values of the images."""
+        """Finishes with these embeddings, or with the values of the images."""
         found = embeddings or tuple(torch.tensor([float(value)]) for value in self.values)
         stats = BatchStats(DEVICE, len(self.items), len(self.items), 0, {}, {}, 0, 0.1)
         self.future.set_result(BatchResult(found, (stats,), 1.0, 2.0))
 
 
 class FakeIdleness:
-    """One device's, and as many others as the test says."""
+    """The idleness of one device, with as many idle others as the test sets."""
 
     def __init__(self) -> None:
         self.is_idle = False
@@ -208,18 +208,18 @@ class Company:
         self._replica: Replica | None = None
 
     def serve(self, encoder: FakeEncoder) -> None:
-        """Has an encoder run all that comes."""
+        """Runs all batches with an encoder."""
         self._replica = Replica(DEVICE, partial(cast(Any, lambda: encoder)))
         self._replica.serve(self.dispatcher)
 
     def take(self) -> TakenBatch:
-        """The next batch, for the test to run. In another thread, so that the test cannot be held up."""
+        """Takes the next batch, in another thread, so that the test cannot hang."""
         taken = self.threads.submit(self.dispatcher.take).result(10)
         assert taken is not None, "no API server is left"
         return TakenBatch(*taken)
 
     def wait_until_wanting(self, number: int) -> None:
-        """Images of so many API servers wait, and they have said so."""
+        """Waits until `number` API servers have said that images wait."""
 
         def num_wanting() -> int:
             links = [client.batches.socket for client in self.clients if client.batches.fileno() >= 0]
@@ -228,7 +228,7 @@ class Company:
         eventually(lambda: num_wanting() == number)
 
     def end_device(self) -> None:
-        """As the end of its process would."""
+        """Closes the links, like the exit of its process."""
         for client in self.clients:
             client.batches.close()
             client.results.close()

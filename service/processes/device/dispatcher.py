@@ -1,8 +1,8 @@
 """The batches of several API servers on their way to one device and back.
 
 An API server says that images wait. The device grants its next place to each API server in turn, and only
-then does the API server form a batch. Patches come through shared memory; the thread of the device copies them
-before it takes the next batch. Knows tensors and links; knows nothing of requests.
+then does the API server form a batch. Patches come through shared memory; the thread of the device copies
+them before it takes the next batch. Knows tensors and links; knows nothing of requests.
 """
 
 from __future__ import annotations
