@@ -22,7 +22,8 @@ from models import (
 )
 from models.weights import Checkpoint
 from service.config.settings import Settings
-from service.processes.supervisor.members import spawn
+from service.processes.supervisor.members import DEVICE_PROCESS, Process, spawn
+from service.processes.wire.link import Link
 from tests.gpu.failing_device import BAD_LEVEL
 from tests.gpu.images import patches
 from tests.support.checkpoints import relative_error
@@ -86,7 +87,11 @@ def _counts(stats: BatchStats) -> dict[str, int]:
 @pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")  # as in test_api_servers_supervisor.py
 def test_failed_gpu_does_not_affect_the_other() -> None:
     settings = Settings(device="cuda", data_parallel_size=2, decode_threads=4)
-    server = Supervised(settings, 2, lambda module, line: spawn("tests.gpu.failing_device", line))
+
+    def spawn_failing_device(module: str, link: Link) -> Process:
+        return spawn("tests.gpu.failing_device" if module == DEVICE_PROCESS else module, link)
+
+    server = Supervised(settings, 2, spawn_failing_device)
     level = 100
     answers: list[Answer] = []
     found: list[Scrape] = []

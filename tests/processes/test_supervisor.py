@@ -18,10 +18,12 @@ import uvloop
 from models import EncodeItem, ModelError, ReplicaGroup
 from service.__main__ import listen
 from service.config.settings import Settings
-from service.processes.supervisor.members import Process, spawn
+from service.processes.supervisor import members
+from service.processes.supervisor.members import DEVICE_PROCESS, Process
 from service.processes.supervisor.server_count import count_servers
 from service.processes.supervisor.supervisor import Supervisor
 from service.processes.wire.link import Link
+from tests.support import forkserver
 from tests.support.app import FakeEncoder, fake_replicas, only
 from tests.support.load import FAULT, Load, known_images
 from tests.support.processes import CopyingEncoder, ThreadAsProcess
@@ -48,20 +50,25 @@ def start() -> Iterator[Start]:
         num_servers: int = 2,
         load: Callable[[], object] = lambda: None,
         is_deaf: bool = False,
+        is_anew: bool = False,
         **changes: object,
     ) -> Supervised:
-        """Without encoders the devices are processes, too, with the demo model."""
+        """Without encoders the devices are processes, too, with the demo model.
+
+        With `is_anew` processes are new interpreters, as outside of tests; else they are forked.
+        """
         changes = {"data_parallel_size": len(encoders) or 1, **changes}
         settings = only(Settings(device="cpu", decode_threads=2, shutdown_grace_s=35), **changes)
         if encoders:
-            group = fake_replicas(*encoders, load=load, name="cpu")
-            groups.append(group)
+            groups.append(fake_replicas(*encoders, load=load, name="cpu"))
 
-            def spawn_device(module: str, line: Link) -> Process:
-                devices.append(ThreadAsProcess(line, group, is_deaf))
+        def spawn(module: str, link: Link) -> Process:
+            if module == DEVICE_PROCESS and encoders:
+                devices.append(ThreadAsProcess(link, groups[-1], is_deaf))
                 return devices[-1]
+            return members.spawn(module, link) if is_anew else forkserver.spawn(module, link)
 
-        running.append(Supervised(settings, num_servers, spawn_device if encoders else spawn))
+        running.append(Supervised(settings, num_servers, spawn))
         return running[-1]
 
     yield start_company
@@ -101,7 +108,7 @@ def test_killed_api_server_ends_the_server_once_the_others_have_answered(
     def hold(items: Sequence[EncodeItem]) -> None:
         gate.wait(60)
 
-    company = start(CopyingEncoder(hold))
+    company = start(CopyingEncoder(hold), is_anew=True)
     outcomes: list[Answer | BaseException] = []
 
     def scenario() -> None:

@@ -12,15 +12,24 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Callable, Mapping
+from multiprocessing import connection, reduction
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
+from typing import Any
 
 from service.__main__ import main
 from service.processes.wire.link import Link
 from service.processes.wire.messages import STOP_SIGNALS
 
-_PRELOADED = ["service.server", "service.processes.supervisor.supervisor", "tests.support.forkserver"]
+_PRELOADED = [
+    "service.server",
+    "service.processes.supervisor.supervisor",
+    "service.processes.api_server.api_server",
+    "service.processes.device.device_process",
+    "tests.support.forkserver",
+]
 
 
 class ForkedProcess:
@@ -31,24 +40,26 @@ class ForkedProcess:
         context.set_forkserver_preload(_PRELOADED)
         self._process: ForkServerProcess = context.Process(target=target, args=arguments)
         self._process.start()
+        self._lock = threading.Lock()  # of the exit code, which can be read once
         assert self._process.pid is not None
         self.pid: int = self._process.pid
 
     @property
     def returncode(self) -> int | None:
         """The exit code; for a signal, the negative number; None while the process runs."""
-        return self._process.exitcode
+        with self._lock:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
         """Waits for its end and returns the exit code. Raises `TimeoutError`."""
-        self._process.join(timeout)
-        code = self._process.exitcode
+        connection.wait([self._process.sentinel], timeout)
+        code = self.returncode
         if code is None:
             raise TimeoutError(f"process {self.pid} still runs after {timeout} s")
         return code
 
     def send_signal(self, number: int) -> None:
-        if self._process.exitcode is None:
+        if self.returncode is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
@@ -60,9 +71,23 @@ def serve(flags: list[str], environ: Mapping[str, str], out: Connection, err: Co
     return ForkedProcess(_serve, flags, {**os.environ, **environ}, out, err)
 
 
-def spawn(module: str, line: Link) -> ForkedProcess:
-    """In place of `members.spawn`: `main` of a module, with the end of a line."""
-    return ForkedProcess(_run_main, module, line.socket)
+def spawn(module: str, link: Link) -> ForkedProcess:
+    """In place of `members.spawn`: calls `main` of a module with one end of a link."""
+    return ForkedProcess(_run_main, module, link.socket, _File(2))
+
+
+class _File:
+    """An open file of this process, which may be an argument of a forked one."""
+
+    def __init__(self, file: int) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _open_again, (reduction.DupFd(self.file),)
+
+
+def _open_again(duplicate: Any) -> _File:
+    return _File(duplicate.detach())
 
 
 def _serve(flags: list[str], environ: Mapping[str, str], out: Connection, err: Connection) -> None:
@@ -75,9 +100,11 @@ def _serve(flags: list[str], environ: Mapping[str, str], out: Connection, err: C
     _with_log(lambda: sys.exit(main(["serve", *flags])))
 
 
-def _run_main(module: str, line: socket.socket) -> None:
+def _run_main(module: str, link: socket.socket, err: _File) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    _with_log(lambda: importlib.import_module(module).main(line.detach()))
+    os.dup2(err.file, 2)
+    os.close(err.file)
+    _with_log(lambda: importlib.import_module(module).main(link.detach()))
 
 
 def _with_log(run: Callable[[], None]) -> None:

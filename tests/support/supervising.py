@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from subprocess import Popen
 from typing import Any, cast
 
 import httpx
@@ -21,6 +20,7 @@ from service.__main__ import address, listen
 from service.config.settings import Settings
 from service.processes.supervisor.members import Process, Spawn
 from service.processes.supervisor.supervisor import Supervisor
+from tests.support.forkserver import ForkedProcess
 from tests.support.serving import HeldUpload, request_of
 from tests.support.traffic import Answer, Scrape, call
 from tests.support.waiting import eventually
@@ -36,11 +36,11 @@ def request_each(num_servers: int, method: str, url: str, **arguments: Any) -> l
 class Supervised:
     """It runs in the main thread, which receives signals."""
 
-    def __init__(self, settings: Settings, num_servers: int, spawn_device: Spawn) -> None:
+    def __init__(self, settings: Settings, num_servers: int, spawn: Spawn) -> None:
         listener = listen("127.0.0.1", 0)
         self.url = address(listener)
         self.port: int = listener.getsockname()[1]
-        self._supervisor = Supervisor(settings, listener, num_servers, spawn_device, device_end_s=0.5)
+        self._supervisor = Supervisor(settings, listener, num_servers, spawn, device_end_s=0.5)
         self._threads = ThreadPoolExecutor(16)
 
     @property
@@ -89,7 +89,7 @@ class Supervised:
     @property
     def exit_codes(self) -> list[int | None]:
         """The exit codes of the API servers."""
-        return [cast(Popen[bytes], server.process).returncode for server in self._supervisor._servers]
+        return [cast(ForkedProcess, server.process).returncode for server in self._supervisor._servers]
 
     def call_later(self, *levels: int) -> Future[Answer]:
         return self._threads.submit(lambda: asyncio.run(call(self.port, request_of(*levels))))

@@ -17,6 +17,8 @@ from service.processes.wire.link import Link
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import STOP_SIGNALS, DeviceLoaded, DeviceSetup, Fault, Setup
 
+API_SERVER = "service.processes.api_server.api_server"  # modules with a `main`
+DEVICE_PROCESS = "service.processes.device.device_process"
 _COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import main; main({file})"
 
 
@@ -80,7 +82,9 @@ class ServerMember(Member):
     device_ends: dict[str, tuple[Link, Link]]  # of its lines to each device, for batches and for results
 
     @classmethod
-    def start(cls, setup: Setup, listener: socket.socket, tallies: SharedMemory) -> ServerMember:
+    def start(
+        cls, setup: Setup, listener: socket.socket, tallies: SharedMemory, spawn: Spawn
+    ) -> ServerMember:
         """Starts the process. Raises `OSError`."""
         device_ends = {}
         ends: list[Link] = []
@@ -90,7 +94,7 @@ class ServerMember(Member):
             device_ends[device] = batches, results
             ends += [their_batches, their_results]
             files += [their_batches.fileno(), their_results.fileno()]
-        process, link = _start(spawn, "service.processes.api_server.api_server", setup, files)
+        process, link = _start(spawn, API_SERVER, setup, files)
         for end in ends:
             end.socket.close()
         return cls(
@@ -118,7 +122,7 @@ class DeviceMember(Member):
         ends = [end for server in servers for end in server.device_ends.pop(setup.device)]
         try:
             files = [idleness.file, *(end.fileno() for end in ends)]
-            process, link = _start(spawn, "service.processes.device.device_process", setup, files)
+            process, link = _start(spawn, DEVICE_PROCESS, setup, files)
         finally:
             for end in ends:
                 end.socket.close()

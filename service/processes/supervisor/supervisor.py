@@ -57,13 +57,13 @@ class Supervisor:
         settings: Settings,
         listener: socket.socket,
         num_servers: int,
-        spawn_device: Spawn = spawn,
+        spawn: Spawn = spawn,
         device_end_s: float = _DEVICE_END_S,
     ) -> None:
         self._settings = settings
         self._listener = listener
         self._num_servers = num_servers
-        self._spawn_device = spawn_device
+        self._spawn = spawn
         self._device_end_s = device_end_s
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
@@ -111,7 +111,7 @@ class Supervisor:
         started_at = int(time.time())
         for index in range(self._num_servers):
             setup = Setup(settings, index, self._num_servers, devices, started_at)
-            self._servers.append(ServerMember.start(setup, self._listener, self._tallies))
+            self._servers.append(ServerMember.start(setup, self._listener, self._tallies, self._spawn))
             self._attend(self._servers[-1])
         self._tallies.close_file()
         self._listener.close()  # the API servers keep it open
@@ -120,7 +120,7 @@ class Supervisor:
         self._idleness = SharedMemory.create(len(devices))
         for index, device in enumerate(devices):
             setup = DeviceSetup(self._settings, device, index, len(devices))
-            member = DeviceMember.start(setup, self._idleness, self._servers, self._spawn_device)
+            member = DeviceMember.start(setup, self._idleness, self._servers, self._spawn)
             self._devices[device] = member
             self._attend(member)
         self._idleness.close_file()
