@@ -75,10 +75,10 @@ def serve(argv: Sequence[str]) -> int:
     logger.info("listening on %s", address(listener))
     # These import torch.
     from service import server
-    from service.processes.supervisor import supervisor
+    from service.processes.supervisor import server_count, supervisor
 
     allow_many_files()
-    num_servers = supervisor.count_servers(settings)
+    num_servers = server_count.count_servers(settings)
     if num_servers:
         return supervisor.supervise(settings, listener, num_servers)
     return server.run(settings, listener)

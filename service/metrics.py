@@ -5,8 +5,9 @@ Knows what is counted and under which name; knows nothing of requests, tensors o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import add
 from typing import Literal, Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector
@@ -19,7 +20,7 @@ from service.errors import ERROR_CODES, ERROR_STATUSES, ApiError, ErrorCode
 Stage = Literal["read", "fetch", "decode", "queue", "encode", "serialize"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 MISS_REASONS = ("oversize", "disabled", "error")
-CLIENT_LEFT = 499  # in place of a status where no one is left to get an answer
+CLIENT_LEFT = 499  # in place of a status if the client has left before the answer
 STATUSES = (200, *sorted((*ERROR_STATUSES, CLIENT_LEFT)))
 OTHER = "other"  # a route or status that is not in the closed list
 
@@ -32,8 +33,30 @@ BATCH_IMAGES_BUCKETS = tuple(2**n for n in range(9))  # 1 to 256
 BATCH_TOKENS_BUCKETS = tuple(2**n for n in range(6, 17))  # 64 to 65536
 
 
+# How the values of a gauge in several processes become one. `add`: each process has a part. `max`: all have
+# the same value. `min`: the worst process decides. Counters and histograms are added up without a rule.
+MergeRule = Callable[[float, float], float]
+MERGE_RULES: Mapping[str, MergeRule] = {
+    "vision_sidecar_encoder_cudagraph_memory_bytes": max,
+    "vision_sidecar_encoder_cudagraph_capture_seconds": max,
+    "vision_sidecar_device_up": min,
+    "vision_sidecar_queue_images": add,
+    "vision_sidecar_queue_tokens": add,
+    "vision_sidecar_queue_limit_tokens": max,
+    "vision_sidecar_inflight_bytes": add,
+    "vision_sidecar_requests_in_flight": add,
+    "vision_sidecar_ready": min,
+    "vision_sidecar_info": max,
+    "process_virtual_memory_bytes": add,
+    "process_resident_memory_bytes": add,
+    "process_open_fds": add,
+    "process_start_time_seconds": min,
+    "process_max_fds": min,
+}
+
+
 @dataclass(frozen=True)
-class _Device:
+class _DeviceSeries:
     """The series of one device."""
 
     hits: Counter
@@ -46,13 +69,13 @@ class _Device:
 
 
 class Collects(Protocol):
-    """Has metrics: a registry, or what several processes have."""
+    """A registry, or the gathered metrics of several processes."""
 
     def collect(self) -> Iterable[Metric]: ...
 
 
 class SupportsQueueGauges(Protocol):
-    """What the metrics read of the queue."""
+    """The numbers of the queue that the metrics read."""
 
     @property
     def waiting_images(self) -> int: ...
@@ -65,7 +88,7 @@ class SupportsQueueGauges(Protocol):
 
 
 class SupportsByteGauge(Protocol):
-    """What the metrics read of the bodies in memory."""
+    """The number of bytes in memory that the metrics read."""
 
     @property
     def held_bytes(self) -> int: ...
@@ -141,11 +164,11 @@ class Metrics:
         )
         self._busy_seconds = make.counter("device_busy_seconds", "Time that a device worked.", "device")
         self._up = make.gauge("device_up", "1 while a device takes batches, else 0.", "device")
-        self._devices: dict[str, _Device] = {}
+        self._devices: dict[str, _DeviceSeries] = {}
 
     def add_device(self, device: str) -> None:
         """Starts the series of a device at 0."""
-        self._devices[device] = _Device(
+        self._devices[device] = _DeviceSeries(
             hits=self._hits.labels(device),
             misses={reason: self._misses.labels(device, reason) for reason in MISS_REASONS},
             replays={},
@@ -158,22 +181,22 @@ class Metrics:
     def set_graphs(
         self, device: str, budgets: Sequence[int], *, memory_bytes: int, capture_seconds: float
     ) -> None:
-        """Says what was captured on a device that was added, and starts the series of its budgets at 0."""
+        """Sets the facts of the graphs of a device, and starts the series of its budgets at 0."""
         series = self._devices[device]
         series.replays.update((budget, self._replays.labels(device, str(budget))) for budget in budgets)
         series.memory_bytes.set(memory_bytes)
         series.capture_seconds.set(capture_seconds)
 
     def set_device_up(self, device: str, up: bool) -> None:
-        """Says whether a device that was added takes batches."""
+        """Sets whether a device takes batches."""
         self._devices[device].up.set(up)
 
     def set_info(self, *, model: str, fingerprint: str, dtype: str, attn_backend: str, version: str) -> None:
-        """Says what is served, once it is loaded."""
+        """Sets the labels of `info`, once the model is loaded."""
         self._info.labels(model, fingerprint, dtype, attn_backend, version).set(1)
 
     def watch_queue(self, queue: SupportsQueueGauges, budget: SupportsByteGauge) -> None:
-        """Reads the gauges of the queue whenever they are asked for."""
+        """Reads the gauges of the queue at each scrape."""
         self._queue_images.set_function(lambda: queue.waiting_images)
         self._queue_tokens.set_function(lambda: queue.waiting_tokens)
         self._queue_limit_tokens.set_function(lambda: queue.limit_tokens)
@@ -181,7 +204,7 @@ class Metrics:
 
     @property
     def routes(self) -> Collection[str]:
-        """Those that requests are counted under."""
+        """The routes that requests are counted under."""
         return self._request_durations.keys()
 
     def observe_request(self, route: str, status: int, duration_s: float) -> None:
@@ -203,7 +226,7 @@ class Metrics:
         self._errors[code].inc()
 
     def count_refusal(self, error: ApiError) -> None:
-        """Counts what was refused before it was a request with a route."""
+        """Counts a request that was refused before it had a route."""
         self.observe_request(OTHER, error.status, 0.0)
         self.count_error(error.code)
 
@@ -236,7 +259,9 @@ class _Maker:
         return Counter(f"vision_sidecar_{name}", text, labels, registry=self._registry)
 
     def gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(f"vision_sidecar_{name}", text, labels, registry=self._registry)
+        name = f"vision_sidecar_{name}"
+        assert name in MERGE_RULES, f"no rule how to merge {name}"
+        return Gauge(name, text, labels, registry=self._registry)
 
     def histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(f"vision_sidecar_{name}", text, labels, buckets=buckets, registry=self._registry)

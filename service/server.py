@@ -9,8 +9,10 @@ import asyncio
 import logging
 import signal
 import socket
+import sys
 import time
 import warnings
+from collections.abc import Callable
 from functools import partial
 from types import FrameType
 from typing import NoReturn, cast
@@ -20,10 +22,12 @@ from fastapi import FastAPI
 from PIL import Image
 
 from service.app import create_app
+from service.config.files import max_connections
 from service.config.logs import end_process
 from service.config.settings import Settings
 from service.engine.engine import Engine, State
 from service.errors import ApiError
+from service.http.acceptor import Acceptor, ConnectionCounts, OwnCount
 from service.http.http_protocol import Protocol
 from service.metrics import Metrics
 
@@ -39,14 +43,25 @@ _FAREWELL_S = 0.2
 class Server(uvicorn.Server):
     """uvicorn's server with our own shutdown: it serves on for a delay, then drains and answers 503."""
 
-    def __init__(self, app: FastAPI, settings: Settings, *, logs_lifecycle: bool = True) -> None:
-        """`logs_lifecycle`: whether this process logs the stop; of several processes, one does."""
+    def __init__(
+        self,
+        app: FastAPI,
+        settings: Settings,
+        *,
+        logs_lifecycle: bool = True,
+        connections: ConnectionCounts | None = None,
+    ) -> None:
+        """`logs_lifecycle`: whether this process logs the stop; of several processes, one does.
+
+        `connections` counts the connections of all processes that share the listener.
+        """
         # A partial class is all that uvicorn needs: it calls it once for a connection.
         protocol = partial(
             Protocol,
             header_timeout_s=settings.body_timeout_s,
             is_draining=lambda: self._told_to_stop or self._engine.state is State.FAILED,
             count_refusal=self._count_refusal,
+            on_closed=lambda: self._acceptor.count(),
         )
         super().__init__(
             uvicorn.Config(
@@ -65,6 +80,7 @@ class Server(uvicorn.Server):
         self._engine: Engine = app.state.engine
         self._metrics: Metrics = app.state.metrics
         self._logs_lifecycle = logs_lifecycle
+        self._connections: ConnectionCounts = connections or OwnCount()
         self._delay_s = settings.shutdown_delay_s
         self._grace_s = settings.shutdown_grace_s
         self._told_to_stop: bool = False
@@ -87,8 +103,30 @@ class Server(uvicorn.Server):
         self._metrics.count_refusal(error)
         logger.info("refused: %d %s: %s", error.status, error.code, error.message)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Replaces uvicorn's, whose listener is closed with the connections that wait in it."""
+        assert sockets, "the port is open before the server starts"
+        self.servers: list[asyncio.Server] = []
+        await self.lifespan.startup()
+        if self.lifespan.should_exit:
+            sys.exit(1)  # the app has logged the reason
+        [listener] = sockets
+        self._acceptor = Acceptor(
+            listener,
+            self._make_protocol,
+            lambda: len(self.server_state.connections),
+            self._connections,
+            max_connections(),
+        )
+        self.started = True
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        protocol = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second. Returns whether the server ends."""
+        self._acceptor.count()  # otherwise other processes count this one as stuck
         has_failed = self._engine.state is State.FAILED
         if self._leaves_at is None and (self._told_to_stop or has_failed):
             self._engine.leave()
@@ -111,8 +149,7 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Replaces uvicorn's shutdown, which would add a grace of its own, in whole seconds."""
         assert self._deadline is not None, "nothing but a drain ends the server"
-        for listener in (*self.servers, *(sockets or ())):
-            listener.close()
+        await self._acceptor.stop()
         state = self.server_state
         for connection in list(state.connections):
             connection.shutdown()

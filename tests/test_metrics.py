@@ -75,13 +75,13 @@ def test_label_sets_are_closed_and_start_at_0(board: Board) -> None:
     assert board("requests_total", route="/embed", status="499") == 0
 
 
-def test_statuses_are_those_that_are_answered() -> None:
+def test_statuses_are_those_of_the_answers() -> None:
     assert (
         *(200, 400, 401, 404, 405, 406, 408, 413, 415, 422, 429, 431, 499, 500, 502, 503, 504),
     ) == STATUSES
 
 
-def test_a_refusal_without_a_route_is_counted(board: Board) -> None:
+def test_refusal_without_a_route_is_counted(board: Board) -> None:
     board.metrics.count_refusal(HeadersTooLarge("m"))
     assert board("requests_total", route="other", status="431") == 1
     assert board("errors_total", code="headers_too_large") == 1
@@ -233,7 +233,7 @@ def test_batches_are_recorded_by_device(board: Board) -> None:
     assert (board("batch_tokens_sum"), board("batch_tokens_bucket", le="64.0")) == (764, 1)
 
 
-def test_what_is_not_in_a_list_is_a_programming_error(board: Board) -> None:
+def test_unlisted_label_is_a_programming_error(board: Board) -> None:
     board.metrics.add_device("cpu")
     with pytest.raises(AssertionError, match="nap"):
         board.metrics.observe_stage(cast(Any, "nap"), 1)
@@ -259,7 +259,7 @@ class Queue:
 GAUGES = ("queue_images", "queue_tokens", "queue_limit_tokens", "inflight_bytes")
 
 
-def test_gauges_of_the_queue_are_read_when_they_are_asked_for(board: Board) -> None:
+def test_gauges_of_the_queue_are_read_at_each_scrape(board: Board) -> None:
     assert [board(name) for name in GAUGES] == [0, 0, 0, 0]
     queue = Queue()
     board.metrics.watch_queue(queue, queue)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -107,6 +108,57 @@ def holding(gate: threading.Event) -> FakeEncoder:
 
 def failed_code(response: httpx.Response) -> tuple[int, str]:
     return response.status_code, response.json()["error"]["code"]
+
+
+def test_requests_that_arrive_as_the_server_ends_are_answered(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On new connections that the server has not accepted, and on one that is kept open."""
+    server = start()
+    port = int(server.url.rsplit(":", 1)[1])
+    clients = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2)]
+    head = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-type: image/png\r\ncontent-length: 3\r\n\r\n"
+    clients[0].sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert clients[0].recv(4096).startswith(b"HTTP/1.1 200 ")
+    on_tick = server._server.on_tick
+
+    async def send_at_the_end(counter: int) -> bool:
+        is_over = await on_tick(counter)
+        if is_over:
+            clients.extend(socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(3))
+            for client in clients:
+                client.sendall(head + b"png")
+        return is_over
+
+    monkeypatch.setattr(server._server, "on_tick", send_at_the_end)
+    server.stop()
+    assert server.has_ended()
+    assert len(clients) == 5
+    for client in clients:
+        with client, client.makefile("rb") as file:
+            answer = file.read()
+        assert answer.startswith(b"HTTP/1.1 503 ")
+        assert b"connection: close\r\n" in answer
+        assert b"draining" in answer
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=20)
+
+
+def test_connections_without_a_request_end_without_a_reset(start: Start) -> None:
+    server = start()
+    port = int(server.url.rsplit(":", 1)[1])
+    clients = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(2)]
+    clients[0].sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert clients[0].recv(4096).startswith(b"HTTP/1.1 200 ")
+    server.stop()
+    for client in clients:
+        with client:
+            assert client.recv(1) == b""
+            client.sendall(b"GET /healthz HTTP/1.1\r\n")  # crosses the end
+            time.sleep(0.05)
+            client.sendall(b"host: x\r\n\r\n")
+            assert client.recv(1) == b""
+    assert server.has_ended()
 
 
 def test_for_a_delay_it_is_unready_and_serves_on(start: Start) -> None:

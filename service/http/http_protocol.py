@@ -37,6 +37,9 @@ from service.http.transport import LingeringTransport, UnreadWatch
 
 MAX_HEADER_BYTES = 2**16
 UNREAD_TIMEOUT_S = 30.0
+# At shutdown, how long a connection still accepts a request: a new one, whose client is about to send it, or
+# one on which its headers are arriving; and one that was kept open.
+LAST_CALL_S, IDLE_LAST_CALL_S = 1.0, 0.1
 
 _FRAMING = (b"content-length", b"transfer-encoding")
 
@@ -45,7 +48,7 @@ class Protocol(HttpToolsProtocol):
     """One connection. While `is_draining()`, it is closed after its next response.
 
     `count_refusal` is called for each error that is sent from here, without the app. A client that reads
-    nothing of a response for `unread_timeout_s` is cut off.
+    nothing of a response for `unread_timeout_s` is cut off. `on_closed` is called when the connection ends.
     """
 
     def __init__(
@@ -58,12 +61,14 @@ class Protocol(HttpToolsProtocol):
         header_timeout_s: float,
         is_draining: Callable[[], bool],
         count_refusal: Callable[[ApiError], None],
+        on_closed: Callable[[], None] = lambda: None,
         unread_timeout_s: float = UNREAD_TIMEOUT_S,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._header_timeout_s = header_timeout_s
         self._is_draining = is_draining
         self._count_refusal = count_refusal
+        self._on_closed = on_closed
         self._unread_timeout_s = unread_timeout_s
         self._header_timer: asyncio.TimerHandle | None = None
         self._has_begun = False  # whether the first bytes of a request have come, but not all of its headers
@@ -76,7 +81,8 @@ class Protocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._unread = UnreadWatch(transport, self._unread_timeout_s)
-        super().connection_made(LingeringTransport(transport, self, self._unread, self._is_in_request))
+        self._lingering = LingeringTransport(transport, self, self._unread, self._is_in_request)
+        super().connection_made(self._lingering)
         # uvicorn starts this timer after an answer only; a connection may also never send a request.
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
@@ -88,6 +94,25 @@ class Protocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._stop_answering()  # uvicorn notifies the last request only
         super().connection_lost(exc)
+        self._on_closed()
+
+    def shutdown(self) -> None:
+        """Closes the connection once no answer is due. Called at shutdown, while `is_draining()`.
+
+        A request that arrives within a moment is answered, and its answer is the last one.
+        """
+        if self._is_answering:
+            super().shutdown()
+        else:
+            is_expected = self._has_begun or self._answered is None
+            self.loop.call_later(LAST_CALL_S if is_expected else IDLE_LAST_CALL_S, self._close_if_idle)
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close_if_idle()
+
+    def _close_if_idle(self) -> None:
+        if not self._is_answering:
+            self._lingering.close_idle()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -212,7 +237,12 @@ class Protocol(HttpToolsProtocol):
 
     def _is_in_request(self) -> bool:
         """Whether the client is in the middle of a request, as far as it was read."""
-        return not self._in_headers or self._num_header_bytes > 0 or self._refusal is not None
+        return (
+            not self._in_headers
+            or self._num_header_bytes > 0
+            or self._refusal is not None
+            or bool(self.pipeline)  # reading is paused, and more may be in the kernel
+        )
 
     @property
     def _is_answering(self) -> bool:

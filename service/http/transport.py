@@ -15,6 +15,8 @@ from typing import Any
 # After an early response the server reads on, for this long and this many bytes, before it closes.
 LINGER_S = 2.0
 LINGER_BYTES = 2**26
+# Of a connection without a request: how long one that the client has just sent is read.
+IDLE_LINGER_S = 0.25
 # A client has taken something of an answer if it took this much, or all.
 MIN_TAKEN_BYTES = 2**16
 
@@ -111,22 +113,32 @@ class LingeringTransport(asyncio.Transport):
             return
         self._unread.start()  # closing waits until the last byte is written
         if self._is_sending():
-            self._is_lingering = True
-            _Lingering(self._transport, self._protocol)
+            self._linger(LINGER_S)
         else:
             self._transport.close()
+
+    def close_idle(self) -> None:
+        """Closes a connection that waits for a request: one that crosses the end is not reset."""
+        if not self.is_closing():
+            self._unread.start()
+            self._linger(LINGER_S if self._is_sending() else IDLE_LINGER_S)
+
+    def _linger(self, seconds: float) -> None:
+        self._is_lingering = True
+        _Lingering(self._transport, self._protocol, seconds)
 
 
 class _Lingering(asyncio.Protocol):
     """Takes over a connection after its last response, and drops the bytes that the client still sends.
 
     To close a socket with unread data resets the connection, and the client may lose the answer. So the end
-    is announced first, and the socket closed when the client closes it, or `LINGER_S` after the last byte.
+    is announced first, and the socket closed when the client closes it, or after some time.
     """
 
-    def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol) -> None:
+    def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol, seconds: float) -> None:
         self._transport = transport
         self._protocol = protocol
+        self._seconds = seconds
         self._num_bytes = 0
         self._close_later()
         transport.set_protocol(self)
@@ -134,7 +146,7 @@ class _Lingering(asyncio.Protocol):
         transport.resume_reading()
 
     def _close_later(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(LINGER_S, self._close)
+        self._timer = asyncio.get_running_loop().call_later(self._seconds, self._close)
 
     def _close(self) -> None:
         if self._transport.get_write_buffer_size():

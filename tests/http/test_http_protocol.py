@@ -26,7 +26,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
 from service.errors import ApiError
-from service.http import transport
+from service.http import http_protocol, transport
 from service.http.http_protocol import MAX_HEADER_BYTES, Protocol
 from service.http.transport import LINGER_BYTES, LINGER_S
 
@@ -767,5 +767,77 @@ def test_several_upgrades_in_one_read_are_ignored() -> None:
         answers = [await connection.answer() for _ in range(6)]
         assert [answer.status for answer in answers] == [200, 200, 413] * 2
         assert await connection.is_open()
+
+    run(talk)
+
+
+def test_pipelined_request_that_is_not_read_does_not_reset_the_answer_before_it() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        await connection.send(b"GET /wait HTTP/1.1\r\nhost: x\r\n\r\n" * 2)
+        await server.wait_until_asked()
+        sending = asyncio.ensure_future(connection.send(bytes(2**20)))  # more than the server reads meanwhile
+        await asyncio.sleep(0.1)
+        server.draining.append(True)
+        server.app.release.set()
+        answer = await connection.answer()
+        assert (answer.body, answer.headers["connection"]) == (b"waited", "close")
+        await sending
+        assert await connection.is_closed()
+
+    run(talk)
+
+
+@pytest.mark.parametrize("has_had_a_request", [True, False])
+def test_request_that_crosses_the_end_of_an_idle_connection_meets_no_reset(
+    monkeypatch: pytest.MonkeyPatch, has_had_a_request: bool
+) -> None:
+    monkeypatch.setattr(http_protocol, "LAST_CALL_S", 0.01)
+
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        if has_had_a_request:
+            assert await connection.is_open()
+        await asyncio.sleep(0.05)
+        server.draining.append(True)
+        for protocol in [*server.state.connections]:
+            protocol.shutdown()
+        assert await connection.is_closed()
+        for _ in range(2):
+            await connection.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await asyncio.sleep(0.02)
+        assert await connection.is_closed()
+
+    run(talk)
+
+
+def test_request_that_crosses_the_keep_alive_timeout_meets_no_reset() -> None:
+    async def talk(server: Server) -> None:
+        connection = await server.connect()
+        assert await connection.is_open()
+        assert await connection.is_closed()
+        for _ in range(2):
+            await connection.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await asyncio.sleep(0.02)
+        assert await connection.is_closed()
+
+    run(talk, keep_alive_s=1)
+
+
+def test_request_whose_headers_arrive_during_the_shutdown_is_answered() -> None:
+    async def talk(server: Server) -> None:
+        fresh, begun = await server.connect(), await server.connect()
+        await begun.send(b"GET / HTTP/1.1\r\nho")
+        await asyncio.sleep(0.05)
+        server.draining.append(True)
+        for protocol in [*server.state.connections]:
+            protocol.shutdown()
+        await asyncio.sleep(0.05)
+        await fresh.send(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        await begun.send(b"st: x\r\n\r\n")
+        for connection in (fresh, begun):
+            answer = await connection.answer()
+            assert (answer.status, answer.headers["connection"]) == (413, "close")
+            assert await connection.is_closed()
 
     run(talk)

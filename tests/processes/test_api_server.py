@@ -6,7 +6,7 @@ import gc
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -14,43 +14,43 @@ from prometheus_client import CollectorRegistry
 from service.__main__ import listen
 from service.app import create_app
 from service.config.settings import Settings
+from service.http.acceptor import OwnCount
 from service.processes.api_server.api_server import ApiServer
-from service.processes.api_server.gathering import Gathering
 from service.processes.api_server.remote import RemoteReplicas
-from service.processes.wire.line import Line
+from service.processes.api_server.scrape_client import ScrapeClient
 from service.processes.wire.link import Link
-from service.processes.wire.messages import Farewell, Full, Leaving, Stop, Up
+from service.processes.wire.messages import Farewell, Stop, Up
+from service.processes.wire.supervisor_link import SupervisorLink
 from tests.support.app import FakeEncoder, fake_replicas
 from tests.support.waiting import eventually
 
 
 class Supervised:
-    """The server; `heard` gives what it says. It may have `max_connections` connections."""
+    """The server; `heard` returns its next message."""
 
-    def __init__(self, settings: Settings, max_connections: int) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._line, line = Link.pair()
         self._line.socket.settimeout(20)
-        self._connections, connections = Link.pair()
-        self._listener = listen("127.0.0.1", 0)
+        listener = listen("127.0.0.1", 0)
+        self.address = listener.getsockname()
         self._clients: list[socket.socket] = []
         registry = CollectorRegistry()
         app = create_app(
             settings, registry=registry, start_replicas=lambda settings: fake_replicas(FakeEncoder())
         )
-        its_line = Line(line, on_gone=lambda: None)
+        its_line = SupervisorLink(line, on_exit=lambda: None)
         self.server = ApiServer(
             app,
             settings,
             its_line,
-            Gathering(its_line.tell),
-            connections,
+            ScrapeClient(its_line.tell),
+            OwnCount(),
             RemoteReplicas([]),
             lambda: list(registry.collect()),
             logs_lifecycle=False,
         )
-        self.server._max_connections = max_connections
-        self._ends = (line, connections)
-        self._thread = threading.Thread(target=self.server.run)
+        self._its_end = line
+        self._thread = threading.Thread(target=self.server.run, args=([listener],))
         self._thread.start()
         assert self.heard() == Up()
 
@@ -61,16 +61,9 @@ class Supervised:
         return message
 
     def connect(self) -> socket.socket:
-        """A client whose connection was handed to the server."""
-        client = socket.create_connection(self._listener.getsockname(), timeout=20)
+        client = socket.create_connection(self.address, timeout=20)
         self._clients.append(client)
-        self.hand_over()
         return client
-
-    def hand_over(self) -> None:
-        connection, _ = self._listener.accept()
-        with connection:
-            self._connections.send(None, [connection.fileno()])
 
     @property
     def has(self) -> int:
@@ -80,63 +73,34 @@ class Supervised:
     def stop(self) -> None:
         self._line.send(Stop())
 
-    def stop_connections(self) -> None:
-        self._connections.close()
-
     def has_ended(self) -> bool:
         self._thread.join(20)
         return not self._thread.is_alive()
 
     def close(self) -> None:
         self.server.handle_exit(15, None)
-        self.stop_connections()
         assert self.has_ended()
-        for client in (*self._clients, self._listener):
+        for client in self._clients:
             client.close()
-        for link in (self._line, *self._ends):
+        for link in (self._line, self._its_end):
             link.close()
         gc.unfreeze()  # what was loaded
 
 
-Start = Callable[[int], Supervised]
-
-
 @pytest.fixture
-def start(settings: Settings) -> Iterator[Start]:
-    running: list[Supervised] = []
-
-    def start_server(max_connections: int) -> Supervised:
-        running.append(Supervised(settings, max_connections))
-        return running[-1]
-
-    yield start_server
-    for server in running:
-        server.close()
+def supervised(settings: Settings) -> Iterator[Supervised]:
+    running = Supervised(settings)
+    yield running
+    running.close()
 
 
-def test_connections_over_the_limit_go_back_and_it_says_when_there_is_room_again(start: Start) -> None:
-    supervised = start(1)
-    for _ in range(2):
-        client = supervised.connect()
-        eventually(lambda: supervised.has == 1)
-        for _ in range(2):
-            supervised.connect()
-            assert supervised.heard() == Full(True)
-        assert supervised.has == 1
-        client.close()
-        assert supervised.heard() == Full(False)
-
-
-def test_a_full_server_that_leaves_sends_none_back_that_was_on_its_way(start: Start) -> None:
-    """They may come after the others have left, when nobody would have them."""
-    supervised = start(1)
-    staying = supervised.connect()
+def test_server_that_stops_sends_its_last_metrics_once_its_connections_are_closed(
+    supervised: Supervised,
+) -> None:
+    client = supervised.connect()
     eventually(lambda: supervised.has == 1)
     supervised.stop()
-    assert supervised.heard() == Leaving()
-    late = supervised.connect()
-    eventually(lambda: supervised.has == 2)
-    supervised.stop_connections()
+    assert client.recv(1) == b""
     assert isinstance(supervised.heard(), Farewell)
     assert supervised.has_ended()
-    assert [client.recv(1) for client in (staying, late)] == [b"", b""]
+    assert supervised.has == 0

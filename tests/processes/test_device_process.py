@@ -1,4 +1,4 @@
-"""The process of a device, run on an event loop of the test's, which plays the supervisor."""
+"""The process of a device, run on an event loop of the test. The test takes the place of the supervisor."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ from prometheus_client import Metric
 from models import DeviceError, EncodeItem, ModelError, Preprocessor, Replica
 from models.replica import Queue
 from service.config.settings import Settings
-from service.processes.device.device_process import Device
-from service.processes.wire.line import Line
+from service.processes.device.device_process import DeviceProcess
 from service.processes.wire.link import Link
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import (
-    Batch,
+    BatchImage,
+    BatchMessage,
     DeviceLoaded,
     DeviceSetup,
     Fault,
     Granted,
-    Image,
     Lost,
     Ping,
     Pong,
@@ -36,6 +35,7 @@ from service.processes.wire.messages import (
     Scraped,
     Wanting,
 )
+from service.processes.wire.supervisor_link import SupervisorLink
 from tests.support.app import CONFIG, FakeEncoder, fake_replicas, only
 from tests.support.queueing import item
 
@@ -44,7 +44,7 @@ NUM_SERVERS = 2
 
 
 class Supervisor:
-    """The other end of the line, and of those of two API servers."""
+    """The other ends of the link to the supervisor and of the links to two API servers."""
 
     def __init__(self, settings: Settings, load: Callable[[Settings, str], Replica]) -> None:
         idleness = SharedMemory.create(1)
@@ -56,8 +56,8 @@ class Supervisor:
         ends = [end.socket.detach() for (_, batches), (_, results) in pairs for end in (batches, results)]
         setup = DeviceSetup(settings, NAME, 0, 1)
         self._loop = uvloop.new_event_loop()
-        line = Line(self._their_line, on_gone=self._stop)
-        self._device = Device(setup, [idleness.file, *ends], line, load)
+        line = SupervisorLink(self._their_line, on_exit=self._stop)
+        self._device = DeviceProcess(setup, [idleness.file, *ends], line, load)
         self._running = self._loop.create_task(self._device.run())
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -91,14 +91,14 @@ class Supervisor:
         return message.fault.device_error()
 
     def send_batch(self, index: int) -> None:
-        """As an API server does."""
+        """Like an API server."""
         image = item(1)
         patch_dim = image.patches.pixels.shape[1]
         self.batches[index].send(Wanting())
         message, _ = self.batches[index].receive()
         assert isinstance(message, Granted)
-        images = (Image(image.patches.grid_thw, image.patches.num_tokens, image.output),)
-        self.batches[index].send(Batch(0, images, patch_dim))
+        images = (BatchImage(image.patches.grid_thw, image.patches.num_tokens, image.output),)
+        self.batches[index].send(BatchMessage(0, images, patch_dim))
 
     def close(self) -> None:
         """The API servers' ends, for which the device's thread waits."""
@@ -141,7 +141,7 @@ def start(settings: Settings) -> Iterator[Start]:
         close()
 
 
-def test_once_loaded_it_has_memory_for_the_largest_batch_of_each_api_server(start: Start) -> None:
+def test_loaded_device_shares_memory_for_the_largest_batch_with_each_api_server(start: Start) -> None:
     supervisor = start(max_batch_tokens=1000)
     message, memories = supervisor.receive()
     assert isinstance(message, DeviceLoaded)
@@ -155,7 +155,7 @@ def test_once_loaded_it_has_memory_for_the_largest_batch_of_each_api_server(star
     assert len({memory.bytes.data_ptr() for memory in memories}) == NUM_SERVERS
 
 
-def test_there_is_memory_for_an_image_that_is_larger_than_the_pixel_limits(start: Start) -> None:
+def test_memory_holds_an_image_larger_than_the_pixel_limits(start: Start) -> None:
     encoder = FakeEncoder()
     encoder.preprocessor = Preprocessor(replace(CONFIG, min_pixels=4194304, max_pixels=4194304))
     thin = encoder.preprocessor.num_tokens(29, 4751)
@@ -164,7 +164,7 @@ def test_there_is_memory_for_an_image_that_is_larger_than_the_pixel_limits(start
     assert message.memory_bytes >= 3 * CONFIG.factor**2 * thin
 
 
-def test_it_answers_while_it_loads(start: Start, gate: threading.Event) -> None:
+def test_device_answers_pings_while_it_loads(start: Start, gate: threading.Event) -> None:
     supervisor = start(load=lambda: gate.wait(60))
     supervisor.tell(Ping())
     assert isinstance(supervisor.receive()[0], Pong)
@@ -177,7 +177,7 @@ def test_it_answers_while_it_loads(start: Start, gate: threading.Event) -> None:
     assert isinstance(supervisor.receive()[0], DeviceLoaded)
 
 
-def test_a_model_that_cannot_be_loaded_is_said(start: Start) -> None:
+def test_model_that_cannot_be_loaded_is_reported(start: Start) -> None:
     def fail() -> None:
         raise ModelError("there are no weights")
 
@@ -186,7 +186,7 @@ def test_a_model_that_cannot_be_loaded_is_said(start: Start) -> None:
     assert str(error) == "there are no weights"
 
 
-def test_so_are_settings_that_contradict_the_device(start: Start) -> None:
+def test_settings_that_contradict_the_device_are_reported(start: Start) -> None:
     def fail(settings: Settings, name: str) -> Replica:
         raise ModelError("no CUDA device is here")
 
@@ -195,13 +195,13 @@ def test_so_are_settings_that_contradict_the_device(start: Start) -> None:
     assert str(error) == "no CUDA device is here"
 
 
-def test_so_is_memory_that_cannot_be_had(start: Start) -> None:
+def test_missing_memory_is_reported(start: Start) -> None:
     error = start(max_batch_tokens=2**50).receive_fault()
     assert isinstance(error, ModelError)
     assert str(error).startswith("no shared memory for batches: ")
 
 
-def test_a_fault_of_the_device_is_its_loss(start: Start) -> None:
+def test_device_with_a_fault_is_lost(start: Start) -> None:
     def fail(items: Sequence[EncodeItem]) -> None:
         raise torch.AcceleratorError("illegal memory access")
 
@@ -211,7 +211,7 @@ def test_a_fault_of_the_device_is_its_loss(start: Start) -> None:
     assert str(supervisor.receive_loss()) == "device fake is lost: illegal memory access"
 
 
-def test_a_device_that_has_work_and_finishes_none_is_lost_once(start: Start, gate: threading.Event) -> None:
+def test_device_that_finishes_no_work_is_lost_once(start: Start, gate: threading.Event) -> None:
     def hold(items: Sequence[EncodeItem]) -> None:
         gate.wait(60)
 
@@ -239,7 +239,7 @@ class FailingReplica:
         return serving
 
 
-def test_a_device_whose_thread_ends_is_lost(start: Start) -> None:
+def test_device_whose_thread_ends_is_lost(start: Start) -> None:
     replica = FailingReplica(fake_ready())
     supervisor = start(load_replica=cast(Any, lambda settings, name: replica))
     found = {type(supervisor.receive()[0]) for _ in range(2)}

@@ -17,12 +17,11 @@ import torch
 
 from models import EncodeItem, OutputSpec
 from service.errors import ApiError, InternalError, Unavailable
-from service.processes.device.dispatcher import Dispatcher, ServerLines, place
+from service.processes.device.dispatcher import Dispatcher, ServerLinks, place
 from service.processes.wire.link import MAX_FILES, Link
 from service.processes.wire.link import _Large as Large
 from service.processes.wire.memory import SharedMemory
-from service.processes.wire.messages import Batch as Sent
-from service.processes.wire.messages import Granted, Image, Place, Result, Wanting
+from service.processes.wire.messages import BatchImage, BatchMessage, Granted, Place, Result, Wanting
 from tests.support.app import known_embedding
 from tests.support.processes import DEVICE, ApiServer, Company, CopyingEncoder
 from tests.support.queueing import POOLED, Callers, item, value_of
@@ -75,7 +74,7 @@ def code_of(error: Exception) -> str:
 # Results
 
 
-def test_results_of_every_kind_come_back_as_they_were(make: Make) -> None:
+def test_results_of_every_kind_come_back_unchanged(make: Make) -> None:
     company = make(max_batch_tokens=1000)
     company.serve(CopyingEncoder())
     server = company.servers[0]
@@ -90,7 +89,7 @@ def test_results_of_every_kind_come_back_as_they_were(make: Make) -> None:
     assert company.servers[1].observed == []
 
 
-def test_what_each_gets_is_its_own_under_load(make: Make) -> None:
+def test_each_api_server_gets_its_own_results_under_load(make: Make) -> None:
     """The one memory for patches is written by all, and again before results are there."""
     company = make(num_servers=3, memory_bytes=16 * 20)
     company.serve(CopyingEncoder())
@@ -116,7 +115,7 @@ def test_what_each_gets_is_its_own_under_load(make: Make) -> None:
     ],
     ids=["none", "small", "border", "many"],
 )
-def test_large_embeddings_have_memory_of_their_own_as_long_as_there_are_files(
+def test_large_embeddings_have_memory_of_their_own_while_files_are_left(
     sizes: Sequence[int], files: Sequence[int]
 ) -> None:
     tensors = [torch.empty(0, dtype=torch.uint8).expand(0) if not size else _bytes(size) for size in sizes]
@@ -135,7 +134,7 @@ def _bytes(size: int) -> torch.Tensor:
     return torch.zeros(1, dtype=torch.uint8).expand(size)
 
 
-def test_a_large_answer_does_not_keep_the_memory_of_others(make: Make) -> None:
+def test_large_answer_does_not_keep_the_memory_of_others(make: Make) -> None:
     company = make(num_servers=1)
     [server] = company.servers
     ticket = server.put(item(1, 1, TOKENS), item(1, 2, TOKENS), item(1, 3, TOKENS))
@@ -154,7 +153,7 @@ def test_a_large_answer_does_not_keep_the_memory_of_others(make: Make) -> None:
     assert open_files() == opened
 
 
-def test_more_large_embeddings_than_a_message_has_files_for(make: Make) -> None:
+def test_more_large_embeddings_than_files_in_a_message_are_sent(make: Make) -> None:
     company = make(num_servers=1, max_batch_tokens=1000)
     [server] = company.servers
     number = MAX_FILES + 3
@@ -170,7 +169,7 @@ def test_more_large_embeddings_than_a_message_has_files_for(make: Make) -> None:
     assert open_files() == opened
 
 
-def test_a_batch_of_very_many_images_is_a_message_as_any_other(make: Make) -> None:
+def test_batch_of_very_many_images_is_sent(make: Make) -> None:
     company = make(num_servers=1, max_batch_tokens=5000)
     [server] = company.servers
     values = [value % 256 for value in range(3000)]
@@ -182,7 +181,7 @@ def test_a_batch_of_very_many_images_is_a_message_as_any_other(make: Make) -> No
 # Turns
 
 
-def test_api_servers_have_their_batches_run_in_turn(make: Make) -> None:
+def test_batches_of_api_servers_run_in_turn(make: Make) -> None:
     company = make(num_servers=3, max_batch_tokens=1)
     for number, server in enumerate(company.servers):
         server.put(*[item(1, number)] * 3)
@@ -195,7 +194,7 @@ def test_api_servers_have_their_batches_run_in_turn(make: Make) -> None:
     assert turns == turns[:3] * 3
 
 
-def test_who_comes_late_has_the_next_turn(make: Make) -> None:
+def test_late_api_server_has_the_next_turn(make: Make) -> None:
     company = make(max_batch_tokens=1)
     busy, late = company.servers
     busy.put(*[item(1, 1)] * 4)
@@ -208,7 +207,7 @@ def test_who_comes_late_has_the_next_turn(make: Make) -> None:
     assert 2 in [company.take().values[0] for _ in range(2)]
 
 
-def test_a_batch_is_formed_when_it_is_its_turn(make: Make) -> None:
+def test_batch_is_formed_when_the_place_is_granted(make: Make) -> None:
     company = make(num_servers=1)
     [server] = company.servers
     server.put(item(1, 1))
@@ -217,7 +216,7 @@ def test_a_batch_is_formed_when_it_is_its_turn(make: Make) -> None:
     assert company.take().values == [1, 2]
 
 
-def test_what_does_not_wait_any_more_costs_no_place(make: Make) -> None:
+def test_abandoned_images_take_no_place(make: Make) -> None:
     company = make()
     leaving, staying = company.servers
     gone = leaving.put(item(1, 1))
@@ -241,7 +240,7 @@ class Stranger:
 
     def __init__(self) -> None:
         (batches, self.batches), (results, self.results) = Link.pair(), Link.pair()
-        self.client = ServerLines(batches, results)
+        self.client = ServerLinks(batches, results)
 
     def was_granted(self) -> bool:
         self.batches.socket.setblocking(False)
@@ -255,7 +254,7 @@ class Stranger:
         self.results.close()
 
 
-def test_an_api_server_that_is_gone_before_its_turn_is_passed_over(make: Make) -> None:
+def test_api_server_that_exits_before_its_turn_is_skipped(make: Make) -> None:
     stranger = Stranger()
     company = make(num_servers=1, strangers=[stranger.client])
     stranger.batches.send(Wanting())
@@ -264,7 +263,7 @@ def test_an_api_server_that_is_gone_before_its_turn_is_passed_over(make: Make) -
     assert company.take().values == [1]
 
 
-def test_an_api_server_that_goes_when_it_is_granted_a_place_is_passed_over(make: Make) -> None:
+def test_api_server_that_exits_during_its_turn_is_skipped(make: Make) -> None:
     stranger = Stranger()
     company = make(num_servers=1, strangers=[stranger.client])
 
@@ -290,7 +289,7 @@ def two_that_want(make: Make) -> tuple[Dispatcher, Stranger, Stranger]:
     return dispatcher, first, second
 
 
-def test_an_api_server_that_goes_frees_the_place_that_it_was_granted(make: Make) -> None:
+def test_api_server_that_exits_frees_its_place(make: Make) -> None:
     dispatcher, going, staying = two_that_want(make)
     dispatcher._grant()
     assert going.was_granted()
@@ -302,7 +301,7 @@ def test_an_api_server_that_goes_frees_the_place_that_it_was_granted(make: Make)
     staying.leave()
 
 
-def test_an_api_server_that_goes_before_its_turn_costs_no_place(make: Make) -> None:
+def test_api_server_that_exits_before_its_turn_takes_no_place(make: Make) -> None:
     dispatcher, going, staying = two_that_want(make)
     going.leave()
     dispatcher._listen(0.0)
@@ -312,9 +311,7 @@ def test_an_api_server_that_goes_before_its_turn_costs_no_place(make: Make) -> N
 
 
 @pytest.mark.parametrize(("has_work", "patience_s"), [(False, 0.01), (True, 0.1)])
-def test_a_device_without_work_is_less_patient_with_who_has_its_place(
-    make: Make, has_work: bool, patience_s: float
-) -> None:
+def test_idle_device_waits_less_for_a_granted_batch(make: Make, has_work: bool, patience_s: float) -> None:
     slow, other = Stranger(), Stranger()
     company = make(num_servers=1, strangers=[slow.client, other.client])
     if has_work:
@@ -331,7 +328,7 @@ def test_a_device_without_work_is_less_patient_with_who_has_its_place(
         batch.finish()
 
 
-def test_a_result_that_nobody_waits_for_any_more_is_dropped(
+def test_result_for_an_api_server_that_has_exited_is_dropped(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     company = make()
@@ -349,7 +346,7 @@ def test_a_result_that_nobody_waits_for_any_more_is_dropped(
     assert [int(embedding) for embedding in staying.outcome(ticket)] == [2]
 
 
-def test_once_all_are_gone_there_is_no_more(make: Make) -> None:
+def test_take_returns_none_once_all_api_servers_have_exited(make: Make) -> None:
     company = make()
     for server in company.servers:
         server.batcher.close()
@@ -358,7 +355,7 @@ def test_once_all_are_gone_there_is_no_more(make: Make) -> None:
     assert company.dispatcher.take() is None
 
 
-def test_an_api_server_that_keeps_a_place_and_sends_nothing_does_not_hold_up_others(make: Make) -> None:
+def test_api_server_that_sends_no_batch_does_not_block_others(make: Make) -> None:
     stranger = Stranger()
     company = make(num_servers=1, strangers=[stranger.client])
     stranger.batches.send(Wanting())
@@ -377,7 +374,7 @@ def test_an_api_server_that_keeps_a_place_and_sends_nothing_does_not_hold_up_oth
     stranger.leave()
 
 
-def test_a_batch_that_comes_late_is_the_next_one(make: Make) -> None:
+def test_late_batch_runs_next(make: Make) -> None:
     stranger = Stranger()
     stranger.client.memory = SharedMemory.create(2**10)
     company = make(num_servers=1, strangers=[stranger.client])
@@ -387,7 +384,7 @@ def test_a_batch_that_comes_late_is_the_next_one(make: Make) -> None:
     ticket = server.put(item(1, 1))
     batch = company.take()
     stranger.client.memory.bytes.fill_(7)
-    stranger.batches.send(Sent(0, (Image((1, 2, 2), 1, POOLED),), 4))
+    stranger.batches.send(BatchMessage(0, (BatchImage((1, 2, 2), 1, POOLED),), 4))
     assert company.take().values == [7]
     batch.finish()
     assert [int(embedding) for embedding in server.outcome(ticket)] == [1]
@@ -395,14 +392,14 @@ def test_a_batch_that_comes_late_is_the_next_one(make: Make) -> None:
 
 
 @pytest.mark.parametrize("num_idle_others", [0, 1])
-def test_work_is_shared_with_devices_that_have_nothing_to_do(make: Make, num_idle_others: int) -> None:
+def test_work_is_shared_with_idle_devices(make: Make, num_idle_others: int) -> None:
     company = make(num_servers=1, max_batch_tokens=100)
     company.idleness.num_others = num_idle_others
     company.servers[0].put(*[item(1, value) for value in range(4)])
     assert len(company.take().values) == 4 // (1 + num_idle_others)
 
 
-def test_a_busy_device_leaves_what_waits_to_one_that_has_nothing_to_do(make: Make) -> None:
+def test_busy_device_leaves_images_to_an_idle_device(make: Make) -> None:
     company = make(num_servers=1)
     [server] = company.servers
     server.put(item(1, 1))
@@ -419,7 +416,7 @@ def test_a_busy_device_leaves_what_waits_to_one_that_has_nothing_to_do(make: Mak
     running.finish()
 
 
-def test_closing_while_images_wait_for_their_turn_is_no_fault_of_the_device(make: Make) -> None:
+def test_closing_while_images_wait_is_no_fault_of_the_device(make: Make) -> None:
     company = make(num_servers=1)
     [server] = company.servers
     server.put(item(1, 1))
@@ -430,7 +427,7 @@ def test_closing_while_images_wait_for_their_turn_is_no_fault_of_the_device(make
     assert server.lost == []
 
 
-def test_an_api_server_that_ends_has_no_thread_left(make: Make) -> None:
+def test_closed_api_server_has_no_thread_left(make: Make) -> None:
     company = make(num_servers=1)
     [server] = company.servers
     names = {f"batches-{DEVICE}", f"results-{DEVICE}"}
@@ -461,7 +458,7 @@ def failing_on(value: int, error: Exception) -> CopyingEncoder:
         (KeyError(), "KeyError()"),
     ],
 )
-def test_an_image_that_fails_fails_alone_and_says_why(make: Make, error: Exception, message: str) -> None:
+def test_image_that_fails_fails_alone_with_its_reason(make: Make, error: Exception, message: str) -> None:
     company = make()
     company.serve(failing_on(7, error))
     server, other = company.servers
@@ -481,7 +478,7 @@ def test_an_image_that_fails_fails_alone_and_says_why(make: Make, error: Excepti
     assert (company.lost, server.lost, other.lost) == ([], [], [])
 
 
-def test_a_device_that_fails_is_lost_to_who_ran_on_it_and_told_to_the_supervisor(make: Make) -> None:
+def test_device_that_fails_is_lost_to_its_callers_and_reported_to_the_supervisor(make: Make) -> None:
     company = make()
     company.serve(failing_on(7, torch.AcceleratorError("illegal memory access")))
     server, other = company.servers
@@ -497,9 +494,7 @@ def test_a_device_that_fails_is_lost_to_who_ran_on_it_and_told_to_the_supervisor
 
 
 @pytest.mark.parametrize("num_waiting", [0, 1])
-def test_when_the_process_of_the_device_ends_all_that_runs_or_waits_is_answered(
-    make: Make, num_waiting: int
-) -> None:
+def test_all_requests_are_answered_when_the_process_of_the_device_exits(make: Make, num_waiting: int) -> None:
     company = make(max_batch_tokens=1)
     server, other = company.servers
     tickets = [server.put(item(1, value)) for value in range(2 + num_waiting)]
@@ -514,7 +509,7 @@ def test_when_the_process_of_the_device_ends_all_that_runs_or_waits_is_answered(
         assert one.batcher.is_idle
 
 
-def test_a_device_is_stuck_once_it_has_work_and_finishes_none(make: Make) -> None:
+def test_device_that_finishes_no_work_is_stuck(make: Make) -> None:
     company = make(num_servers=1, max_batch_tokens=1)
     [server] = company.servers
     dispatcher = company.dispatcher
@@ -541,7 +536,7 @@ def test_a_device_is_stuck_once_it_has_work_and_finishes_none(make: Make) -> Non
     last.finish()
 
 
-def test_patches_that_do_not_fit_the_memory_are_the_failure_of_their_image(make: Make) -> None:
+def test_patches_that_do_not_fit_into_the_memory_fail_their_image(make: Make) -> None:
     company = make(memory_bytes=5 * 16, max_batch_tokens=100)  # of five tokens
     company.serve(CopyingEncoder())
     server = company.servers[0]
@@ -556,7 +551,7 @@ def embedding_that_cannot_be_copied() -> torch.Tensor:
     return torch.empty(3, device="meta")
 
 
-def test_a_result_that_cannot_be_sent_is_a_failure_of_its_batch(make: Make) -> None:
+def test_result_that_cannot_be_sent_fails_its_batch(make: Make) -> None:
     company = make(num_servers=1)
     [server] = company.servers
     ticket = server.put(item(1, 1))
@@ -567,7 +562,7 @@ def test_a_result_that_cannot_be_sent_is_a_failure_of_its_batch(make: Make) -> N
     _still_serves(company, server)
 
 
-def test_a_result_that_cannot_be_read_is_a_failure_of_its_batch(make: Make) -> None:
+def test_result_that_cannot_be_read_fails_its_batch(make: Make) -> None:
     """As where a process has so many files open that those of the message are dropped."""
     company = make(num_servers=1)
     [server], [device] = company.servers, company.clients
@@ -585,7 +580,7 @@ def test_a_result_that_cannot_be_read_is_a_failure_of_its_batch(make: Make) -> N
     _still_serves(company, server)
 
 
-def test_a_message_that_cannot_be_read_is_the_loss_of_the_device(make: Make) -> None:
+def test_message_that_cannot_be_read_loses_the_device(make: Make) -> None:
     """As where the memory of a large one was dropped. Nobody knows whose result it was."""
     company = make(num_servers=1, max_batch_tokens=1)
     [server] = company.servers

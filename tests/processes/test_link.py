@@ -46,7 +46,7 @@ def send_without_end(link: Link, message: object) -> None:
 # Messages
 
 
-def test_messages_arrive_whole_and_in_their_order(ends: tuple[Link, Link]) -> None:
+def test_messages_arrive_whole_and_in_order(ends: tuple[Link, Link]) -> None:
     ours, theirs = ends
     messages = [1, "two", {"three": [3]}, None, "x" * 5000]
     for message in messages:
@@ -107,7 +107,7 @@ def test_several_threads_may_send(ends: tuple[Link, Link]) -> None:
         assert [index for sender, index, _ in received if sender == name] == list(range(number))
 
 
-def test_a_link_that_does_not_wait_says_so(ends: tuple[Link, Link]) -> None:
+def test_link_that_does_not_block_raises_if_no_message_waits(ends: tuple[Link, Link]) -> None:
     ours, theirs = ends
     theirs.socket.setblocking(False)
     with pytest.raises(BlockingIOError):
@@ -122,7 +122,7 @@ def test_a_link_that_does_not_wait_says_so(ends: tuple[Link, Link]) -> None:
 # The end of a line
 
 
-def test_what_was_sent_before_the_end_still_arrives(ends: tuple[Link, Link]) -> None:
+def test_messages_sent_before_closing_arrive(ends: tuple[Link, Link]) -> None:
     ours, theirs = ends
     ours.send("last words")
     ours.close()
@@ -134,7 +134,7 @@ def test_what_was_sent_before_the_end_still_arrives(ends: tuple[Link, Link]) -> 
         theirs.send("to nobody")
 
 
-def test_an_end_that_was_not_read_to_its_end_is_an_end_as_any_other(ends: tuple[Link, Link]) -> None:
+def test_end_closed_with_unread_messages_is_the_end_of_the_link(ends: tuple[Link, Link]) -> None:
     ours, theirs = ends
     ours.send("never read")
     theirs.close()
@@ -142,7 +142,7 @@ def test_an_end_that_was_not_read_to_its_end_is_an_end_as_any_other(ends: tuple[
         ours.receive()
 
 
-def test_what_was_sent_before_an_end_that_was_not_read_to_its_end_still_arrives(
+def test_messages_arrive_from_an_end_closed_with_unread_messages(
     ends: tuple[Link, Link],
 ) -> None:
     ours, theirs = ends
@@ -154,7 +154,7 @@ def test_what_was_sent_before_an_end_that_was_not_read_to_its_end_still_arrives(
         ours.receive()
 
 
-def test_files_that_nobody_took_are_gone_with_the_line() -> None:
+def test_unread_files_are_closed_with_the_link() -> None:
     before = open_files()
     ours, theirs = Link.pair()
     ours.send("x" * 2 * INLINE, [ours.fileno()])
@@ -185,20 +185,20 @@ def test_closing_wakes_a_thread_that_waits_for_a_message(ends: tuple[Link, Link]
     thread.join(10)
 
 
-def test_an_end_of_our_own_that_is_closed_is_an_end(ends: tuple[Link, Link]) -> None:
+def test_receiving_from_a_closed_end_of_our_own_is_the_end_of_the_link(ends: tuple[Link, Link]) -> None:
     ours, _ = ends
     ours.close()
     with pytest.raises(EOFError):
         ours.receive()
 
 
-def test_closing_twice_and_after_the_other_end_is_fine(ends: tuple[Link, Link]) -> None:
+def test_closing_twice_or_after_the_other_end_does_nothing(ends: tuple[Link, Link]) -> None:
     ours, theirs = ends
     for end in (ours, theirs, ours):
         end.close()
 
 
-def test_an_end_can_be_given_away_as_a_file(ends: tuple[Link, Link]) -> None:
+def test_end_can_be_sent_as_a_file(ends: tuple[Link, Link]) -> None:
     ours, theirs = ends
     near, far = Link.pair()
     ours.send("take it", [far.fileno()])
@@ -217,7 +217,7 @@ def test_an_end_can_be_given_away_as_a_file(ends: tuple[Link, Link]) -> None:
 # Memory
 
 
-def test_memory_is_zero_at_first_and_the_same_for_both() -> None:
+def test_memory_is_zero_at_first_and_shared() -> None:
     memory = SharedMemory.create(4096)
     other = SharedMemory(os.dup(memory.file), 4096)
     assert bytes(memory.buffer) == bytes(4096)
@@ -229,14 +229,14 @@ def test_memory_is_zero_at_first_and_the_same_for_both() -> None:
         one.close_file()
 
 
-def test_memory_takes_nothing_before_it_is_written() -> None:
+def test_unwritten_memory_takes_no_pages() -> None:
     memory = SharedMemory.create(2**40)
     memory.buffer[2**39] = 1
     assert os.fstat(memory.file).st_blocks * 512 < 2**22
     memory.close_file()
 
 
-def test_a_tensor_keeps_the_memory_and_no_file_is_left_after_it() -> None:
+def test_tensor_keeps_the_memory_alive_and_no_file_is_left() -> None:
     before = open_files()
     memory = SharedMemory.create(2**20)
     tensor = memory.tensor((2, 2), torch.int64, 2**19)
@@ -251,7 +251,7 @@ def test_a_tensor_keeps_the_memory_and_no_file_is_left_after_it() -> None:
 
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 1, 3)])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.bfloat16, torch.float32])
-def test_tensors_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_memory_holds_tensors_of_any_shape(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     memory = SharedMemory.create(256)
     memory.close_file()
     tensor = memory.tensor(shape, dtype, 64)

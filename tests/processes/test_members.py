@@ -14,11 +14,11 @@ LOADED = DeviceLoaded(EncoderFacts.of(cast(Any, FakeEncoder())), 2**20)
 
 def device() -> DeviceMember:
     return DeviceMember(
-        name="the process of cpu", process=cast(Any, None), line=cast(Any, None), device="cpu"
+        name="the process of cpu", process=cast(Any, None), link=cast(Any, None), device="cpu"
     )
 
 
-def test_a_device_has_a_memory_for_each_api_server() -> None:
+def test_device_has_memory_for_each_api_server() -> None:
     member = device()
     files = [os.memfd_create("memory") for _ in range(2)]
     member.take_loaded(LOADED, files, 2)
@@ -30,7 +30,7 @@ def test_a_device_has_a_memory_for_each_api_server() -> None:
 
 
 @pytest.mark.parametrize("num_files", [0, 1])
-def test_a_device_whose_memories_did_not_all_arrive_cannot_serve_and_leaves_none(num_files: int) -> None:
+def test_device_with_missing_memory_cannot_serve_and_leaves_no_file(num_files: int) -> None:
     member = device()
     files = [os.memfd_create("memory") for _ in range(num_files)]
     member.take_loaded(LOADED, files, 2)

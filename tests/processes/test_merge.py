@@ -10,20 +10,13 @@ from prometheus_client import CollectorRegistry, Gauge, Metric, ProcessCollector
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
 from models import BatchStats
-from service.metrics import Metrics, render
-from service.processes.wire.merge import _RULES, Merged, merge
+from service.metrics import MERGE_RULES, Metrics, render
+from service.processes.api_server.scrape_client import GatheredMetrics
+from service.processes.supervisor.merge import merge
 from tests.support.traffic import Scrape
 
 P = "vision_sidecar_"
 DEVICE = "cuda:0"
-
-# Gauges of which each process has a part, or that are the same question asked of each of them.
-SUMMED = {
-    *(f"{P}{name}" for name in ("queue_images", "queue_tokens", "inflight_bytes", "requests_in_flight")),
-    "process_virtual_memory_bytes",
-    "process_resident_memory_bytes",
-    "process_open_fds",
-}
 
 
 class Process:
@@ -46,7 +39,7 @@ class Process:
 
 
 def scrape(*processes: Process) -> Scrape:
-    merged = Merged(merge(process.collect() for process in processes))
+    merged = GatheredMetrics(merge(process.collect() for process in processes))
     return Scrape(render(merged, None)[0].decode())
 
 
@@ -88,7 +81,7 @@ def test_histograms_are_sums_in_each_bucket(three: list[Process]) -> None:
     assert math.isclose(found.total("request_duration_seconds_sum", "/embed"), 40.008)
 
 
-def test_gauges_of_what_each_has_a_part_of_are_sums(three: list[Process]) -> None:
+def test_gauges_of_which_each_process_has_a_part_are_sums(three: list[Process]) -> None:
     for number, process in enumerate(three, 1):
         process.metrics.requests_in_flight.set(number)
         process.metrics._inflight_bytes.set(100 * number)
@@ -114,7 +107,7 @@ def test_the_server_is_no_better_than_its_worst_process(
     assert scrape(*three).total(name) == 0
 
 
-def test_what_all_know_of_the_same_thing_is_said_once(three: list[Process]) -> None:
+def test_gauges_that_are_the_same_in_all_processes_appear_once(three: list[Process]) -> None:
     for process in three:
         process.metrics._queue_limit_tokens.set(4096)
     found = scrape(*three)
@@ -127,7 +120,7 @@ def test_what_all_know_of_the_same_thing_is_said_once(three: list[Process]) -> N
         assert [(series, float(is_)) for series, _, is_ in found.samples if series == name] == [(name, value)]
 
 
-def test_a_metric_of_one_process_only_stands_as_it_is(three: list[Process]) -> None:
+def test_metric_of_only_one_process_is_unchanged(three: list[Process]) -> None:
     Gauge("vision_sidecar_extra", "Of one.", ["where"], registry=three[1].registry).labels("here").set(4)
     three[2].metrics.add_device("cuda:1")
     three[2].metrics.set_device_up("cuda:1", True)
@@ -137,7 +130,7 @@ def test_a_metric_of_one_process_only_stands_as_it_is(three: list[Process]) -> N
     assert found.total("device_up", f'device="{DEVICE}"') == 1
 
 
-def test_of_the_processes_the_earliest_start_and_the_sums_of_what_they_use() -> None:
+def test_process_metrics_are_the_earliest_start_and_the_sums_of_use() -> None:
     def process(start: float, cpu: float, max_fds: float) -> list[Metric]:
         found = []
         for name, value in (("start_time_seconds", start), ("cpu_seconds", cpu), ("max_fds", max_fds)):
@@ -156,7 +149,7 @@ def test_of_the_processes_the_earliest_start_and_the_sums_of_what_they_use() -> 
     }
 
 
-def test_nothing_of_the_form_is_lost(three: list[Process]) -> None:
+def test_merged_metrics_keep_their_form(three: list[Process]) -> None:
     """One process, merged, reads as it does without; several have the same series."""
 
     def forms(text: bytes) -> list[tuple[str, str, str, list[str]]]:
@@ -171,14 +164,16 @@ def test_nothing_of_the_form_is_lost(three: list[Process]) -> None:
         ]
 
     alone = forms(render(three[0].registry, None)[0])
-    assert forms(render(Merged(merge([three[0].collect()])), None)[0]) == alone
-    assert forms(render(Merged(merge(process.collect() for process in three)), None)[0]) == alone
-    open_metrics, content_type = render(Merged(merge([three[0].collect()])), "application/openmetrics-text")
+    assert forms(render(GatheredMetrics(merge([three[0].collect()])), None)[0]) == alone
+    assert forms(render(GatheredMetrics(merge(process.collect() for process in three)), None)[0]) == alone
+    open_metrics, content_type = render(
+        GatheredMetrics(merge([three[0].collect()])), "application/openmetrics-text"
+    )
     assert content_type.startswith("application/openmetrics-text")
     assert open_metrics.endswith(b"# EOF\n")
 
 
-def test_processes_are_asked_again_for_each_scrape_and_not_changed(three: list[Process]) -> None:
+def test_merging_does_not_change_the_metrics_of_a_process(three: list[Process]) -> None:
     for process in three:
         process.metrics.observe_request("/embed", 200, 0.1)
     collected = [process.collect() for process in three]
@@ -186,13 +181,18 @@ def test_processes_are_asked_again_for_each_scrape_and_not_changed(three: list[P
     assert first == second
 
 
-def test_every_gauge_is_a_sum_on_purpose_or_has_a_rule() -> None:
-    """A new gauge has to be put here, or among the rules."""
+def test_every_gauge_has_a_rule() -> None:
     registry = CollectorRegistry()
     Metrics(registry, ["/embed"])
     own = {metric.name: metric.type for metric in registry.collect()}
     process = {metric.name for metric in ProcessCollector(registry=None).collect()}
     assert process <= set(own)
     gauges = {name for name, kind in own.items() if kind not in ("counter", "histogram")}
-    assert gauges == SUMMED | set(_RULES)
-    assert not SUMMED & set(_RULES)
+    assert gauges == set(MERGE_RULES)
+
+
+def test_gauge_without_a_rule_cannot_be_created(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = {name: rule for name, rule in MERGE_RULES.items() if name != f"{P}queue_images"}
+    monkeypatch.setattr("service.metrics.MERGE_RULES", rules)
+    with pytest.raises(AssertionError, match="no rule how to merge vision_sidecar_queue_images"):
+        Metrics(CollectorRegistry(), ["/embed"])

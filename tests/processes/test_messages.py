@@ -1,4 +1,4 @@
-"""Errors and encoders in the words that another process understands."""
+"""Errors and encoders as messages for another process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def there(error: BaseException) -> Exception:
         (SystemExit(), "SystemExit()"),
     ],
 )
-def test_an_error_keeps_its_message_and_its_trace(error: BaseException, message: str) -> None:
+def test_error_keeps_its_message_and_its_trace(error: BaseException, message: str) -> None:
     found = there(raised(error))
     assert type(found) is RuntimeError
     assert str(found) == message
@@ -48,7 +48,7 @@ def test_an_error_keeps_its_message_and_its_trace(error: BaseException, message:
     assert type(error).__name__ in trace
 
 
-def test_the_loss_of_a_device_is_the_same_sentence_with_the_trace_of_its_cause() -> None:
+def test_loss_of_a_device_keeps_its_message_and_the_trace_of_its_cause() -> None:
     cause = raised(torch.AcceleratorError("illegal memory access"))
     error = raised(DeviceError("cuda:1", cause), cause)
     found = there(error)
@@ -60,20 +60,20 @@ def test_the_loss_of_a_device_is_the_same_sentence_with_the_trace_of_its_cause()
     assert (type(again), str(again)) == (DeviceError, str(error))
 
 
-def test_an_error_of_the_model_is_one_line_as_it_was() -> None:
+def test_error_of_the_model_is_the_same_line() -> None:
     found = there(raised(ModelError("no such weights")))
     assert (type(found), str(found)) == (ModelError, "no such weights")
     assert not hasattr(found, "__notes__")
 
 
-def test_only_the_loss_of_a_device_is_taken_for_one() -> None:
+def test_only_the_loss_of_a_device_becomes_a_device_error() -> None:
     lost = Fault.of(DeviceError("cpu", ValueError("gone")))
     assert lost.device_error().device == "cpu"
     with pytest.raises(AssertionError, match="no fault of a device"):
         Fault.of(ValueError("other")).device_error()
 
 
-def test_facts_are_all_that_is_asked_of_an_encoder() -> None:
+def test_facts_have_all_that_is_read_of_an_encoder() -> None:
     graphs = FakeGraphs({128: None, 64: None}, max_images=9, memory_bytes=7, capture_seconds=0.5)
     encoder = cast(Any, FakeEncoder(graphs=graphs))
     facts: EncoderFacts = pickle.loads(pickle.dumps(EncoderFacts.of(encoder)))
@@ -84,7 +84,7 @@ def test_facts_are_all_that_is_asked_of_an_encoder() -> None:
     assert facts.preprocessor.config == encoder.preprocessor.config
 
 
-def test_facts_of_a_real_encoder_prepare_images_as_it_does() -> None:
+def test_facts_of_a_real_encoder_prepare_images_like_it() -> None:
     encoder = VisionEncoder.from_pretrained("demo", device="cpu", dtype=torch.float32)
     facts: EncoderFacts = pickle.loads(pickle.dumps(EncoderFacts.of(encoder)))
     pixels = torch.randint(0, 256, (70, 90, 3), dtype=torch.uint8).numpy()
@@ -94,6 +94,6 @@ def test_facts_of_a_real_encoder_prepare_images_as_it_does() -> None:
     assert facts.preprocessor.config == encoder.preprocessor.config
 
 
-def test_what_is_sent_of_an_image_is_the_same_there() -> None:
+def test_image_is_the_same_after_sending() -> None:
     output = OutputSpec(pooled=False, deepstack=True, dtype=torch.bfloat16)
     assert pickle.loads(pickle.dumps(item(1, 1, output).output)) == output

@@ -8,10 +8,11 @@ import os
 import random
 import re
 import signal
+import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from contextlib import ExitStack
 
 import httpx
 import psutil
@@ -21,6 +22,7 @@ from service.config.settings import Settings
 from service.engine.replicas import load_replicas
 from tests.support.app import Service, encode_image
 from tests.support.process import Process, SlowUpload, wait_for_metric, wait_until_unready
+from tests.support.supervising import request_each
 from tests.support.traffic import Answer, Scrape, call, leave, post
 from tests.support.waiting import eventually
 
@@ -41,18 +43,13 @@ def process() -> Iterator[Process]:
     running.kill()
 
 
-def of_both(send: Callable[[], httpx.Response]) -> list[httpx.Response]:
-    """Connections are handed out in turn."""
-    return [send() for _ in range(NUM_SERVERS)]
-
-
 def children_of(process: Process) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)  # type: ignore[no-any-return]
 
 
 def has_ended(process: psutil.Process) -> bool:
     try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)  # of whom nobody takes note any more
+        return bool(process.status() == psutil.STATUS_ZOMBIE)  # and nobody waits for it
     except psutil.NoSuchProcess:
         return True
 
@@ -62,7 +59,7 @@ def scrape(process: Process) -> Scrape:
 
 
 def requests() -> list[httpx.Request]:
-    """One of each kind."""
+    """One request of each kind."""
     png, jpeg = encode_image(100, 70), encode_image(333, 500, format="JPEG", seed=1)
     large = encode_image(1024, 1024, format="JPEG", seed=2)
     data = base64.b64encode(png).decode()
@@ -103,16 +100,32 @@ def test_answers_are_those_of_one_process_bit_for_bit(
         kind = {"content-type": headers["content-type"]} if "content-type" in headers else {}
         expected = essence(alone.request(request.method, path, content=content, headers=kind))
         url = process.url + path
-        answers = of_both(
-            partial(httpx.request, request.method, url, content=content, headers=kind, timeout=30)
-        )
+        answers = request_each(NUM_SERVERS, request.method, url, content=content, headers=kind)
         assert [essence(answer) for answer in answers] == [expected] * NUM_SERVERS, path
         assert len({answer.content for answer in answers}) == 1
         statuses.add(expected[0])
     assert statuses == {200, 400, 404, 405, 415}
 
 
-def test_metrics_are_the_sums_of_all_processes_whoever_is_asked(process: Process) -> None:
+def test_connections_that_stay_open_are_shared_equally(process: Process) -> None:
+    port, num_clients = int(process.url.rsplit(":", 1)[1]), 32
+
+    def num_connections(child: psutil.Process) -> int:
+        return sum(
+            each.status == "ESTABLISHED" and each.laddr.port == port for each in child.net_connections()
+        )
+
+    children = children_of(process)
+    eventually(lambda: not any(num_connections(child) for child in children))
+    with ExitStack() as clients:
+        for _ in range(num_clients):
+            clients.enter_context(socket.create_connection(("127.0.0.1", port)))
+        eventually(lambda: sum(num_connections(child) for child in children) == num_clients)
+        share = num_clients / NUM_SERVERS
+        assert max(num_connections(child) for child in children) <= 1.3 * share
+
+
+def test_every_api_server_returns_the_metrics_of_all_processes(process: Process) -> None:
     before = scrape(process)
     port, rng = int(process.url.rsplit(":", 1)[1]), random.Random(4)
     images = [encode_image(rng.randint(40, 200), rng.randint(40, 200), seed=n) for n in range(6)]
@@ -129,7 +142,10 @@ def test_metrics_are_the_sums_of_all_processes_whoever_is_asked(process: Process
     answers = asyncio.run(everyone())
     assert [answer.status for answer in answers] == [200 if number else 400 for number in numbers]
     eventually(lambda: scrape(process).total("requests_in_flight") == 1)
-    found = [scrape(process) for _ in range(2 * NUM_SERVERS)]
+    texts = [
+        each.text for _ in range(2) for each in request_each(NUM_SERVERS, "GET", f"{process.url}/metrics")
+    ]
+    found = [Scrape(text) for text in texts]
     for one in found:
         one.check_at_rest()
         counted = Counter(one.statuses())
@@ -139,7 +155,7 @@ def test_metrics_are_the_sums_of_all_processes_whoever_is_asked(process: Process
         assert one.total("requests_in_flight") == one.total("ready") == one.total("device_up") == 1
         assert len([name for name, _, _ in one.samples if name == "info"]) == 1
         assert one.total("queue_limit_tokens") == 131072
-    with ThreadPoolExecutor(8) as threads:  # who comes during a round is answered by the next
+    with ThreadPoolExecutor(8) as threads:  # calls during a round are answered by the next round
         at_once = list(threads.map(lambda _: scrape(process).statuses(), range(16)))
     assert at_once == [found[0].statuses()] * 16
     for name in ("cpu_seconds_total", "start_time_seconds", "open_fds", "max_fds", "virtual_memory_bytes"):
@@ -151,7 +167,7 @@ def test_metrics_are_the_sums_of_all_processes_whoever_is_asked(process: Process
     assert openmetrics.text.endswith("# EOF\n")
 
 
-def test_children_of_a_supervisor_that_is_killed_end_by_themselves(process: Process) -> None:
+def test_children_of_a_killed_supervisor_exit(process: Process) -> None:
     """The last test of this server."""
     children = children_of(process)
     assert len(children) == NUM_SERVERS + 1  # and the device
@@ -160,7 +176,7 @@ def test_children_of_a_supervisor_that_is_killed_end_by_themselves(process: Proc
     assert process.exit_code() == -signal.SIGKILL
 
 
-def test_signals_to_all_processes_of_a_group_end_in_order_and_then_at_once() -> None:
+def test_first_signal_to_the_process_group_drains_and_the_second_kills() -> None:
     process = Process("--port", "0", "--device", "cpu", "--api-server-count", str(NUM_SERVERS)).ready()
     try:
         children = children_of(process)
@@ -168,7 +184,7 @@ def test_signals_to_all_processes_of_a_group_end_in_order_and_then_at_once() -> 
         wait_for_metric(process.url, "requests_in_flight 3.0")  # and the one for metrics
         os.killpg(process.pid, signal.SIGINT)
         assert wait_until_unready(process.url).json()["error"]["code"] == "draining"
-        uploads[0].finish()  # its process ends, and no newcomer is lost on the way there
+        uploads[0].finish()  # its process exits, and no new connection is lost
         for _ in range(100):
             assert httpx.get(f"{process.url}/healthz").status_code == 200
         assert uploads[0].status() == 200

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from itertools import count
 from typing import Any, cast
 
 import pytest
@@ -9,17 +10,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 
 from service.processes.supervisor.members import Member
 from service.processes.supervisor.scraping import Scraping
-from service.processes.wire.messages import Scrape, Scraped
+from service.processes.wire.messages import Gathered, Scrape
 from tests.support.clock import SkippingLoop, skip
 
 
 class FakeMember:
-    """Notes what it is told."""
+    """Keeps the messages that it gets."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, value: int) -> None:
         registry = CollectorRegistry()
-        Counter("things", "Things.", registry=registry).inc(count)
-        Gauge("waiting", "What waits.", registry=registry).set(count)
+        Counter("things", "Things.", registry=registry).inc(value)
+        Gauge("waiting", "Waits.", registry=registry).set(value)
         self.metrics = list(registry.collect())
         self.is_up = True
         self.is_running = True
@@ -31,11 +32,18 @@ class FakeMember:
 
     @property
     def answers(self) -> list[dict[str, float] | None]:
-        """To what it asked."""
+        """The metrics in the answers to its calls."""
         return [
             None if message.metrics is None else values(message.metrics)
             for message in self.told
-            if isinstance(message, Scraped)
+            if isinstance(message, Gathered)
+        ]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The calls that were answered."""
+        return [
+            number for message in self.told if isinstance(message, Gathered) for number in message.numbers
         ]
 
 
@@ -45,10 +53,11 @@ def values(metrics: Sequence[Metric]) -> dict[str, float]:
 
 
 class Server:
-    """Members, and what asks them."""
+    """Members, and the scraping of them."""
 
     def __init__(self, *counts: int, round_s: float = 60.0) -> None:
-        self.members = [FakeMember(count) for count in counts]
+        self.members = [FakeMember(each) for each in counts]
+        self.numbers = count()  # of the calls
         self.scraping = Scraping(
             cast(Sequence[Member], self.members),
             lambda member, message: cast(Any, member).told.append(message),
@@ -57,10 +66,10 @@ class Server:
         )
 
     def ask(self, index: int) -> None:
-        self.scraping.ask(cast(Member, self.members[index]))
+        self.scraping.ask(cast(Member, self.members[index]), next(self.numbers))
 
     def answer(self, index: int) -> None:
-        self.scraping.answered(cast(Member, self.members[index]), self.members[index].metrics)
+        self.scraping.on_scraped(cast(Member, self.members[index]), self.members[index].metrics)
 
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
@@ -72,7 +81,7 @@ def run() -> Iterator[Run]:
         yield runner.run
 
 
-def test_who_asks_gets_the_sum_once_all_have_answered(run: Run) -> None:
+def test_call_is_answered_with_the_sum_once_all_have_answered(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20)
         server.ask(1)
@@ -86,7 +95,7 @@ def test_who_asks_gets_the_sum_once_all_have_answered(run: Run) -> None:
     run(scenario())
 
 
-def test_who_asks_in_the_middle_of_a_round_is_answered_by_the_next(run: Run) -> None:
+def test_calls_in_the_middle_of_a_round_are_answered_by_the_next_round(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20)
         server.ask(0)
@@ -101,11 +110,13 @@ def test_who_asks_in_the_middle_of_a_round_is_answered_by_the_next(run: Run) -> 
         server.answer(0)
         expected = {"things_total": 120, "waiting": 120}
         assert server.members[1].answers == [expected]
+        assert server.members[0].numbers == [0]
+        assert server.members[1].numbers == [1, 2]
 
     run(scenario())
 
 
-def test_a_round_that_is_not_answered_ends_and_the_next_one_begins(run: Run) -> None:
+def test_round_ends_if_a_member_does_not_answer_and_the_next_begins(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20, round_s=4.0)
         server.ask(0)
@@ -125,7 +136,7 @@ def test_a_round_that_is_not_answered_ends_and_the_next_one_begins(run: Run) -> 
     run(scenario())
 
 
-def test_a_round_has_its_whole_time_however_short_the_one_before_it_was(run: Run) -> None:
+def test_round_has_its_whole_time_after_a_short_round(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20, round_s=4.0)
         server.ask(0)
@@ -142,7 +153,7 @@ def test_a_round_has_its_whole_time_however_short_the_one_before_it_was(run: Run
     run(scenario())
 
 
-def test_an_answer_more_than_was_asked_for_changes_nothing(run: Run) -> None:
+def test_unexpected_answer_changes_nothing(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20)
         server.answer(0)
@@ -158,13 +169,13 @@ def test_an_answer_more_than_was_asked_for_changes_nothing(run: Run) -> None:
     run(scenario())
 
 
-def test_what_an_ended_one_counted_stays_counted_and_what_it_held_does_not(run: Run) -> None:
+def test_after_the_last_metrics_of_a_member_its_counters_stay_and_its_gauges_do_not(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20)
         server.ask(0)
         server.answer(0)
         gone = server.members[1]
-        server.scraping.ended(cast(Member, gone), gone.metrics)
+        server.scraping.on_farewell(cast(Member, gone), gone.metrics)
         gone.is_running = False
         assert server.members[0].answers == [{"things_total": 21, "waiting": 1}]
         server.ask(0)
@@ -175,13 +186,13 @@ def test_what_an_ended_one_counted_stays_counted_and_what_it_held_does_not(run: 
     run(scenario())
 
 
-def test_one_that_is_gone_is_not_waited_for(run: Run) -> None:
+def test_member_that_has_exited_is_not_waited_for(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20)
         server.ask(0)
         server.answer(0)
         gone = server.members[1]
-        server.scraping.gone(cast(Member, gone))
+        server.scraping.on_exit(cast(Member, gone))
         gone.is_running = False
         assert server.members[0].answers == [{"things_total": 1, "waiting": 1}]
         server.ask(0)
@@ -192,13 +203,13 @@ def test_one_that_is_gone_is_not_waited_for(run: Run) -> None:
     run(scenario())
 
 
-def test_one_that_answers_and_then_ends_is_counted_once(run: Run) -> None:
+def test_member_that_answers_and_then_exits_is_counted_once(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20)
         server.ask(0)
         server.answer(1)
         gone = server.members[1]
-        server.scraping.ended(cast(Member, gone), gone.metrics)
+        server.scraping.on_farewell(cast(Member, gone), gone.metrics)
         server.answer(0)
         assert server.members[0].answers == [{"things_total": 21, "waiting": 1}]
         server.ask(0)  # its process has not ended yet
@@ -209,11 +220,11 @@ def test_one_that_answers_and_then_ends_is_counted_once(run: Run) -> None:
     run(scenario())
 
 
-def test_one_that_cannot_say_its_own_ends_the_round(run: Run) -> None:
+def test_member_that_cannot_send_its_metrics_ends_the_round(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20)
         server.ask(0)
-        server.scraping.answered(cast(Member, server.members[1]), None)
+        server.scraping.on_scraped(cast(Member, server.members[1]), None)
         assert server.members[0].answers == [None]
         server.ask(0)
         assert server.members[1].num_asked == 2
@@ -221,7 +232,7 @@ def test_one_that_cannot_say_its_own_ends_the_round(run: Run) -> None:
     run(scenario())
 
 
-def test_one_that_is_not_up_yet_is_not_asked(run: Run) -> None:
+def test_member_that_is_not_up_is_not_asked(run: Run) -> None:
     async def scenario() -> None:
         server = Server(1, 20)
         server.members[1].is_up = False

@@ -19,13 +19,14 @@ from models import EncodeItem, ModelError, ReplicaGroup
 from service.__main__ import listen
 from service.config.settings import Settings
 from service.processes.supervisor.members import Process, spawn
-from service.processes.supervisor.supervisor import Supervisor, count_servers
+from service.processes.supervisor.server_count import count_servers
+from service.processes.supervisor.supervisor import Supervisor
 from service.processes.wire.link import Link
 from tests.support.app import FakeEncoder, fake_replicas, only
 from tests.support.load import FAULT, Load, known_images
 from tests.support.processes import CopyingEncoder, ThreadAsProcess
 from tests.support.serving import HeldUpload, embeddings_of
-from tests.support.supervising import Supervised
+from tests.support.supervising import Supervised, request_each
 from tests.support.traffic import Answer, NoAnswer
 from tests.support.waiting import eventually
 
@@ -74,7 +75,7 @@ def start() -> Iterator[Start]:
         company.close()
 
 
-def test_under_load_a_signal_disturbs_no_one_whose_request_was_taken(
+def test_under_load_no_request_is_reset_or_lost_after_a_signal(
     start: Start, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     company = start(data_parallel_size=2)  # processes, too
@@ -94,7 +95,7 @@ def test_under_load_a_signal_disturbs_no_one_whose_request_was_taken(
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
 
 
-def test_an_api_server_that_is_killed_ends_the_server_once_the_others_have_answered(
+def test_killed_api_server_ends_the_server_once_the_others_have_answered(
     start: Start, gate: threading.Event, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def hold(items: Sequence[EncodeItem]) -> None:
@@ -109,8 +110,13 @@ def test_an_api_server_that_is_killed_ends_the_server_once_the_others_have_answe
             os.kill(process, signal.SIGINT)
             os.kill(process, signal.SIGTERM)
         company.wait_until_ready()
-        calls = [company.call_later(level) for level in range(4)]
-        eventually(lambda: company.scrape().total("requests_in_flight") == 5)  # and the scrape
+        calls = []
+        for level in range(4):  # two for each API server
+            company.settle()
+            calls.append(company.call_later(level))
+            eventually(
+                lambda: company.scrape().total("requests_in_flight") == len(calls) + 1
+            )  # and the scrape
         os.kill(company.processes[1], signal.SIGKILL)
         eventually(lambda: httpx.get(f"{company.url}/readyz").status_code == 503)
         assert company.scrape().total("requests_in_flight") == 3  # of the one that is left
@@ -130,13 +136,12 @@ def test_an_api_server_that_is_killed_ends_the_server_once_the_others_have_answe
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_what_an_api_server_counted_stays_counted_while_others_drain(start: Start) -> None:
+def test_counts_of_an_api_server_that_has_exited_stay_while_others_drain(start: Start) -> None:
     company = start(CopyingEncoder())
 
     def scenario() -> None:
         company.wait_until_ready()
-        uploads = [HeldUpload(company.port) for _ in range(2)]  # one for each
-        eventually(lambda: company.scrape().total("requests_in_flight") == 3)
+        uploads = company.hold_each()
         assert [company.call_later(level).result(30).status for level in range(6)] == [200] * 6
         company.signal(signal.SIGTERM)
         uploads[0].leave()
@@ -150,9 +155,7 @@ def test_what_an_api_server_counted_stays_counted_while_others_drain(start: Star
     assert company.run(scenario) == 0
 
 
-def test_an_api_server_that_does_not_answer_any_more_is_the_end(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stuck_api_server_ends_the_server(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     company = start(CopyingEncoder(), device_timeout_s=1.0)
 
     def scenario() -> None:
@@ -165,7 +168,7 @@ def test_an_api_server_that_does_not_answer_any_more_is_the_end(
     assert said == ["API server 0 has not answered for 1 s; the server must be restarted"]
 
 
-def test_a_device_that_fails_under_load_is_told_to_all_api_servers_and_ends_the_server(
+def test_device_that_fails_under_load_is_reported_to_all_api_servers_and_ends_the_server(
     start: Start, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail_on_one(items: Sequence[EncodeItem]) -> None:
@@ -178,12 +181,11 @@ def test_a_device_that_fails_under_load_is_told_to_all_api_servers_and_ends_the_
 
     def scenario() -> None:
         company.wait_until_ready()
-        uploads = [HeldUpload(company.port) for _ in range(2)]  # one for each, which keep them from ending
-        eventually(lambda: company.scrape().total("requests_in_flight") == 3)
+        uploads = company.hold_each()
         calls = [company.call_later(level) for level in range(60)]
         answers.extend(future.result(30) for future in calls)
-        for _ in range(4):  # of both
-            assert httpx.get(f"{company.url}/healthz").status_code == 503
+        health = request_each(2, "GET", f"{company.url}/healthz")
+        assert [answer.status_code for answer in health] == [503, 503]
         found = company.scrape()
         assert (found.total("device_up"), found.total("ready")) == (0, 0)
         assert sum(found.statuses().values()) == len(calls)
@@ -200,7 +202,7 @@ def test_a_device_that_fails_under_load_is_told_to_all_api_servers_and_ends_the_
     assert "CRITICAL" not in capfd.readouterr().err
 
 
-def test_the_end_of_a_devices_process_fails_its_requests_and_disturbs_no_others(
+def test_exit_of_a_device_process_fails_only_its_requests(
     start: Start,
     gate: threading.Event,
     caplog: pytest.LogCaptureFixture,
@@ -245,7 +247,7 @@ def test_the_end_of_a_devices_process_fails_its_requests_and_disturbs_no_others(
     assert "Traceback" not in log
 
 
-def test_a_devices_process_that_ends_while_it_loads_is_one_line(
+def test_exit_of_a_device_process_while_loading_logs_one_line(
     start: Start, gate: threading.Event, capfd: pytest.CaptureFixture[str]
 ) -> None:
     company = start(CopyingEncoder(), num_servers=1, load=lambda: gate.wait(60), log_level="error")
@@ -261,7 +263,7 @@ def test_a_devices_process_that_ends_while_it_loads_is_one_line(
     assert line.endswith(f"ERROR service.engine.engine: {message}")
 
 
-def test_a_model_that_one_device_cannot_load_is_said_while_another_loads(
+def test_model_that_one_device_cannot_load_is_reported_while_another_loads(
     start: Start, gate: threading.Event, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def load() -> None:
@@ -276,9 +278,7 @@ def test_a_model_that_one_device_cannot_load_is_said_while_another_loads(
     assert line.endswith("ERROR service.engine.engine: cannot load model demo: there are no weights")
 
 
-def test_a_devices_process_that_does_not_end_is_killed(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_device_process_that_does_not_exit_is_killed(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     company = start(CopyingEncoder(), num_servers=1, is_deaf=True)
 
     def scenario() -> None:
@@ -290,9 +290,7 @@ def test_a_devices_process_that_does_not_end_is_killed(
     assert record.getMessage() == "the process of cpu does not end, and is killed"
 
 
-def test_a_devices_process_that_does_not_answer_any_more_is_the_loss_of_the_device(
-    start: Start, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_stuck_device_process_loses_its_device(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     company = start(num_servers=1, device_timeout_s=1.0)
 
     def scenario() -> None:
@@ -307,7 +305,7 @@ def test_a_devices_process_that_does_not_answer_any_more_is_the_loss_of_the_devi
     assert company.exit_codes == [1]
 
 
-def test_a_devices_process_that_nothing_ends_holds_no_one(
+def test_device_process_that_cannot_be_killed_blocks_nothing(
     start: Start, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     def hold(items: Sequence[EncodeItem]) -> None:
@@ -333,7 +331,7 @@ def test_a_devices_process_that_nothing_ends_holds_no_one(
     ]
 
 
-def test_a_model_that_cannot_be_loaded_is_one_line(
+def test_model_that_cannot_be_loaded_logs_one_line(
     start: Start, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail() -> None:
@@ -346,9 +344,7 @@ def test_a_model_that_cannot_be_loaded_is_one_line(
     assert not [record for record in caplog.records if record.levelno > logging.WARNING]
 
 
-def test_devices_that_cannot_be_had_are_one_line(
-    settings: Settings, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_devices_log_one_line(settings: Settings, caplog: pytest.LogCaptureFixture) -> None:
     with listen("127.0.0.1", 0) as listener, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(Supervisor(only(settings, device="cuda:99"), listener, 2).run()) == 1
     [record] = caplog.records
@@ -365,7 +361,7 @@ def test_devices_that_cannot_be_had_are_one_line(
         ({"device": "cuda:99", "decode_threads": 64}, 0),
     ],
 )
-def test_on_a_cpu_there_is_one_process_unless_more_are_asked_for(
+def test_on_a_cpu_one_process_serves_unless_the_settings_ask_for_more(
     settings: Settings, changes: dict[str, object], num_servers: int
 ) -> None:
     assert count_servers(only(settings, **{"device": "cpu", **changes})) == num_servers
@@ -385,7 +381,7 @@ def test_on_a_cpu_there_is_one_process_unless_more_are_asked_for(
         (2, {"decode_threads": 64, "api_server_count": 3}, 3),
     ],
 )
-def test_gpus_have_api_servers_as_threads_allow_and_never_share_a_process(
+def test_api_servers_follow_gpus_and_threads_and_gpus_never_share_a_process(
     settings: Settings, num_gpus: int, changes: dict[str, object], num_servers: int
 ) -> None:
     devices = {f"cuda:{index}": torch.device("cuda", index) for index in range(num_gpus)}

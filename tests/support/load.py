@@ -1,4 +1,4 @@
-"""Callers of a server process who go on until it stops, and what they must get."""
+"""Callers that send requests until the server stops, with checks of their answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from models import VisionEncoder
 from tests.support.process import SlowUpload
-from tests.support.traffic import Answer, NoAnswer, call, png, post
+from tests.support.traffic import Answer, call, png, post
 
 FAULT = re.compile(r" (WARNING|ERROR|CRITICAL) (?!service.app: model demo)")
 
@@ -52,7 +52,7 @@ def check_embeddings(answer: Answer, expected: Sequence[Sequence[float]]) -> Non
 
 
 class Load:
-    """Callers who go on until the server takes no connection any more."""
+    """Callers that send requests until the server refuses connections."""
 
     def __init__(
         self, process: Signalled, known: Sequence[tuple[bytes, list[float]]], delay_s: float
@@ -66,11 +66,11 @@ class Load:
 
     @property
     def refuses_from(self) -> float:
-        """Before then nobody may be refused."""
+        """The time before which no request may be refused."""
         return float("inf") if self._stopped_at is None else self._stopped_at + self._delay_s
 
     async def stop_the_server(self) -> None:
-        """In the midst of it all. With a delay, someone who comes late keeps the server for a while."""
+        """Stops the server under load. With a delay, a late request keeps the server for a while."""
         callers = [asyncio.create_task(self._keep_calling()) for _ in range(8)]
         while len(self.answers) < 20:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
@@ -90,9 +90,9 @@ class Load:
             sent_at = time.monotonic()
             try:
                 answer = await call(port_of(self._process), post(image))
-            except (ConnectionError, NoAnswer):
+            except ConnectionRefusedError:
                 assert sent_at > self.refuses_from
-                return  # a newcomer met the end itself
+                return  # no request that was accepted is reset or left without an answer
             if answer.status == 200:
                 check_embeddings(answer, [vector])
             else:

@@ -1,6 +1,6 @@
-"""A device with its dispatcher, and queues of several API servers in front of it, all in one process.
+"""A device with its dispatcher, and queues of several API servers before it, all in one process.
 
-And the process of a device, as a thread of the test's.
+Also the process of a device, as a thread of the test.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import uvloop
 
 from models import BatchResult, BatchStats, DeviceError, EncodeItem, Replica, ReplicaGroup
 from service.processes.api_server.remote import RemoteReplica
-from service.processes.device.device_process import Device
-from service.processes.device.dispatcher import Dispatcher, ServerLines
-from service.processes.wire.line import Line
+from service.processes.device.device_process import DeviceProcess
+from service.processes.device.dispatcher import Dispatcher, ServerLinks
 from service.processes.wire.link import Link
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import EncoderFacts
+from service.processes.wire.supervisor_link import SupervisorLink
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
 from service.queue.ticket import Ticket
@@ -40,7 +40,7 @@ DEVICE = "fake"
 
 
 class CopyingEncoder(FakeEncoder):
-    """Copies the patches when it is launched, as encoders do: their memory is not theirs for longer."""
+    """Copies the patches at launch, like a real encoder: their memory is reused afterwards."""
 
     def launch(self, items: Sequence[EncodeItem]) -> FakeRunning:
         return super().launch([copy_of(item) for item in items])
@@ -51,12 +51,12 @@ def copy_of(item: EncodeItem) -> EncodeItem:
 
 
 class ThreadAsProcess:
-    """Runs the device of a process, with a replica of the test's."""
+    """Runs a `DeviceProcess` with a replica of the test."""
 
     pid = 0
 
     def __init__(self, line: Link, group: ReplicaGroup, is_deaf: bool) -> None:
-        """`is_deaf`: it does not end with the line."""
+        """`is_deaf`: it does not end when the link is closed."""
         self._line = Link.of_file(os.dup(line.fileno()))  # the supervisor closes its own
         self._replicas = {replica.name: replica for replica in group.replicas}
         self._is_deaf = is_deaf
@@ -78,28 +78,28 @@ class ThreadAsProcess:
             self._end()
 
     def hang(self) -> None:
-        """As in a driver, where no signal has an effect, until the test ends it."""
+        """Hangs like a driver, where no signal has an effect, until the test ends it."""
         self.hangs = True
         self._loop.call_soon_threadsafe(self._hung.wait)
 
     def end(self) -> None:
-        """Whatever it hangs in."""
+        """Ends it even if it hangs."""
         self._hung.set()
         self._end()
 
     def close(self) -> None:
-        """Once the replicas are closed, whose threads may have something to tell until then."""
+        """To be called once the replicas are closed: their threads may send messages until then."""
         self._loop.call_soon_threadsafe(self._closed.set)
         self._thread.join()
 
     def _run(self) -> None:
         setup, files = self._line.receive()
-        line = Line(self._line, on_gone=self._on_gone)
-        device = Device(setup, files, line, lambda settings, name: self._replicas[name])
+        line = SupervisorLink(self._line, on_exit=self._on_exit)
+        device = DeviceProcess(setup, files, line, lambda settings, name: self._replicas[name])
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._serve(device))
 
-    async def _serve(self, device: Device) -> None:
+    async def _serve(self, device: DeviceProcess) -> None:
         self._loop = asyncio.get_running_loop()
         self._running = asyncio.ensure_future(device.run())
         with suppress(asyncio.CancelledError):
@@ -111,7 +111,7 @@ class ThreadAsProcess:
         self._ended.set()
         await self._closed.wait()
 
-    def _on_gone(self) -> None:
+    def _on_exit(self) -> None:
         if not self._is_deaf:
             self._end()
 
@@ -120,7 +120,7 @@ class ThreadAsProcess:
 
 
 class ApiServer:
-    """The queue of one API server, and its end of the lines to the device."""
+    """The queue of one API server, and its ends of the links to the device."""
 
     def __init__(
         self, callers: Callers, replica: RemoteReplica, memory: SharedMemory, limits: QueueLimits
@@ -135,7 +135,7 @@ class ApiServer:
         replica.loaded(EncoderFacts.of(cast(Any, FakeEncoder())), memory)
 
     def _on_served(self, serving: Future[None]) -> None:
-        """As the engine does it."""
+        """Loses the device, like the engine."""
         error = serving.exception()
         if error is not None:
             self.batcher.lose(DEVICE, DeviceError(DEVICE, error))
@@ -150,8 +150,8 @@ class ApiServer:
         return self._callers.error(ticket)
 
 
-class Batch:
-    """What the device was given, until the test ends it."""
+class TakenBatch:
+    """A batch that the device has taken, until the test finishes it."""
 
     def __init__(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> None:
         self.values = [value_of(item) for item in items]
@@ -159,14 +159,14 @@ class Batch:
         self.future = future
 
     def finish(self, *embeddings: torch.Tensor) -> None:
-        """With those, or with the values of the images."""
+        """Finishes with these embeddings, or with the values of the images."""
         found = embeddings or tuple(torch.tensor([float(value)]) for value in self.values)
         stats = BatchStats(DEVICE, len(self.items), len(self.items), 0, {}, {}, 0, 0.1)
         self.future.set_result(BatchResult(found, (stats,), 1.0, 2.0))
 
 
 class FakeIdleness:
-    """One device's, and as many others as the test says."""
+    """The idleness of one device, with as many idle others as the test sets."""
 
     def __init__(self) -> None:
         self.is_idle = False
@@ -189,15 +189,15 @@ class Company:
         num_servers: int = 2,
         max_batch_tokens: int = 10,
         memory_bytes: int = 2**20,
-        strangers: Sequence[ServerLines] = (),  # further API servers, which the test plays
+        strangers: Sequence[ServerLinks] = (),  # further API servers, which the test plays
     ) -> None:
         limits = QueueLimits(max_batch_tokens, 10_000)
-        self.clients: list[ServerLines] = []
+        self.clients: list[ServerLinks] = []
         self.servers: list[ApiServer] = []
         for _ in range(num_servers):
             (batches, their_batches), (results, their_results) = Link.pair(), Link.pair()
             memory = SharedMemory.create(memory_bytes)
-            self.clients.append(ServerLines(batches, results, memory))
+            self.clients.append(ServerLinks(batches, results, memory))
             replica = RemoteReplica(DEVICE, their_batches, their_results)
             self.servers.append(ApiServer(callers, replica, memory, limits))
         self.clients += strangers
@@ -208,18 +208,18 @@ class Company:
         self._replica: Replica | None = None
 
     def serve(self, encoder: FakeEncoder) -> None:
-        """Has an encoder run all that comes."""
+        """Runs all batches with an encoder."""
         self._replica = Replica(DEVICE, partial(cast(Any, lambda: encoder)))
         self._replica.serve(self.dispatcher)
 
-    def take(self) -> Batch:
-        """The next batch, for the test to run. In another thread, so that the test cannot be held up."""
+    def take(self) -> TakenBatch:
+        """Takes the next batch, in another thread, so that the test cannot hang."""
         taken = self.threads.submit(self.dispatcher.take).result(10)
         assert taken is not None, "no API server is left"
-        return Batch(*taken)
+        return TakenBatch(*taken)
 
     def wait_until_wanting(self, number: int) -> None:
-        """Images of so many API servers wait, and they have said so."""
+        """Waits until `number` API servers have said that images wait."""
 
         def num_wanting() -> int:
             links = [client.batches.socket for client in self.clients if client.batches.fileno() >= 0]
@@ -228,7 +228,7 @@ class Company:
         eventually(lambda: num_wanting() == number)
 
     def end_device(self) -> None:
-        """As the end of its process would."""
+        """Closes the links, like the exit of its process."""
         for client in self.clients:
             client.batches.close()
             client.results.close()

@@ -1,4 +1,4 @@
-"""A supervisor in this process; API servers are processes, and devices what the test says."""
+"""A supervisor in this process; API servers are processes, and the test chooses the devices."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import gc
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from subprocess import Popen
-from typing import cast
+from typing import Any, cast
 
 import httpx
 import uvloop
@@ -19,13 +21,20 @@ from service.__main__ import address, listen
 from service.config.settings import Settings
 from service.processes.supervisor.members import Process, Spawn
 from service.processes.supervisor.supervisor import Supervisor
-from tests.support.serving import request_of
+from tests.support.serving import HeldUpload, request_of
 from tests.support.traffic import Answer, Scrape, call
 from tests.support.waiting import eventually
 
 
+def request_each(num_servers: int, method: str, url: str, **arguments: Any) -> list[httpx.Response]:
+    """Sends a request to each API server: the connections stay open, and so each server gets one."""
+    with ExitStack() as stack:
+        clients = [stack.enter_context(httpx.Client(timeout=30)) for _ in range(num_servers)]
+        return [client.request(method, url, **arguments) for client in clients]
+
+
 class Supervised:
-    """It runs in the main thread, which signals go to."""
+    """It runs in the main thread, which receives signals."""
 
     def __init__(self, settings: Settings, num_servers: int, spawn_device: Spawn) -> None:
         listener = listen("127.0.0.1", 0)
@@ -36,7 +45,7 @@ class Supervised:
 
     @property
     def processes(self) -> list[int]:
-        """Of the API servers."""
+        """The process ids of the API servers."""
         return [server.process.pid for server in self._supervisor._servers]
 
     @property
@@ -45,14 +54,14 @@ class Supervised:
 
     @property
     def are_idle(self) -> list[int]:
-        """Of each device whether others may take it for idle."""
+        """For each device, 1 while other devices take it for idle."""
         return [*self._supervisor._idleness.buffer]
 
     def device(self, name: str) -> Process:
         return self._supervisor._devices[name].process
 
     def run(self, scenario: Callable[[], None]) -> int:
-        """Runs to the end, and the scenario meanwhile in another thread. Returns the exit code."""
+        """Runs until the server exits, and runs the scenario in another thread. Returns the exit code."""
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             return runner.run(self._run(scenario))
 
@@ -79,11 +88,22 @@ class Supervised:
 
     @property
     def exit_codes(self) -> list[int | None]:
-        """Of the API servers."""
+        """The exit codes of the API servers."""
         return [cast(Popen[bytes], server.process).returncode for server in self._supervisor._servers]
 
     def call_later(self, *levels: int) -> Future[Answer]:
         return self._threads.submit(lambda: asyncio.run(call(self.port, request_of(*levels))))
+
+    def hold_each(self) -> list[HeldUpload]:
+        """One request for each API server that keeps it from exiting until the request leaves."""
+        self.settle()
+        uploads = [HeldUpload(self.port) for _ in self.processes]
+        eventually(lambda: self.scrape().total("requests_in_flight") == len(uploads) + 1)  # and the scrape
+        return uploads
+
+    def settle(self) -> None:
+        """Waits until the connections of earlier requests are closed, so that the next are shared equally."""
+        time.sleep(0.1)
 
     def scrape(self) -> Scrape:
         return Scrape(httpx.get(f"{self.url}/metrics").raise_for_status().text)

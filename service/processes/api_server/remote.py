@@ -1,6 +1,6 @@
-"""A device that another process owns, as the queue and the engine of an API server see it.
+"""A device of another process, as the queue and the engine of an API server see it.
 
-The other end of `dispatcher`.
+`service.processes.device.dispatcher` is the other end.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from models import BatchResult, DeviceError, EncodeItem
 from service.processes.wire.link import Link
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import (
-    Batch,
+    BatchImage,
+    BatchMessage,
     EncoderFacts,
     Failure,
     Granted,
-    Image,
     Nothing,
     Result,
     Wanting,
@@ -31,7 +31,7 @@ from service.queue.batcher import DeviceQueue
 
 
 class RemoteReplica:
-    """Stands for a `Replica` of another process."""
+    """Takes the place of a `Replica` that is in another process."""
 
     def __init__(self, name: str, batches: Link, results: Link) -> None:
         self.name = name
@@ -43,14 +43,14 @@ class RemoteReplica:
         self._is_closed = False
 
     def loaded(self, encoder: EncoderFacts, memory: SharedMemory) -> None:
-        """The other process has the model, and the memory takes the patches of a batch."""
+        """The other process has loaded the model. `memory` is for the patches of a batch."""
         self._patches = memory.bytes
         self.ready.set_result(encoder)
 
     def serve(self, queue: DeviceQueue) -> Future[None]:
-        """Has the other process encode what the queue gives, until it gives no more.
+        """Sends the batches of the queue to the other process, until the queue has no more.
 
-        The future ends with what the queue failed with, or the line to the other process.
+        The future ends with the error of the queue or of the link to the other process, if there was one.
         """
         serving: Future[None] = Future()
         for work, name in ((self._send, "batches"), (self._receive, "results")):
@@ -65,7 +65,7 @@ class RemoteReplica:
             while queue.wait():
                 self._batches.send(Wanting())
                 message, _ = self._batches.receive()
-                assert isinstance(message, Granted), f"not asked for: {message!r}"
+                assert isinstance(message, Granted), f"unexpected message {message!r}"
                 self._batches.send(self._next(queue, message.num_idle_others))
         except BaseException as error:
             if not self._is_closed:
@@ -73,11 +73,11 @@ class RemoteReplica:
                 return
         serving.set_result(None)
 
-    def _next(self, queue: DeviceQueue, num_idle_others: int) -> Batch | Nothing:
+    def _next(self, queue: DeviceQueue, num_idle_others: int) -> BatchMessage | Nothing:
         batch = queue.poll(num_idle_others)
         return Nothing() if batch is None else self._write(*batch)
 
-    def _write(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> Batch | Nothing:
+    def _write(self, items: Sequence[EncodeItem], future: Future[BatchResult]) -> BatchMessage | Nothing:
         patches = [item.patches.pixels for item in items]
         num_rows, patch_dim = sum(len(rows) for rows in patches), patches[0].shape[1]
         try:
@@ -87,8 +87,10 @@ class RemoteReplica:
             return Nothing()
         number = next(self._numbers)
         self._running[number] = future
-        images = tuple(Image(item.patches.grid_thw, item.patches.num_tokens, item.output) for item in items)
-        return Batch(number, images, patch_dim)
+        images = tuple(
+            BatchImage(item.patches.grid_thw, item.patches.num_tokens, item.output) for item in items
+        )
+        return BatchMessage(number, images, patch_dim)
 
     def _receive(self, queue: DeviceQueue, serving: Future[None]) -> None:
         try:
@@ -99,14 +101,14 @@ class RemoteReplica:
                     future.set_exception(message.fault.error())
                 else:
                     _settle(future, message, files)
-                del future  # which holds the results
-        except Exception as error:  # the line has ended, or what it brought is not known any more
+                del future  # it holds the results
+        except Exception as error:  # the link is closed, or a message could not be read
             while self._running:
                 _, future = self._running.popitem()
                 future.set_exception(DeviceError(self.name, error))
 
     def close(self) -> None:
-        """Ends the threads, once the queue gives no more."""
+        """Ends the threads, once the queue has no more batches."""
         self._is_closed = True
         self._batches.close()
         self._results.close()
@@ -114,13 +116,13 @@ class RemoteReplica:
 
 @dataclass(frozen=True)
 class RemoteReplicas:
-    """Stands for a `ReplicaGroup`."""
+    """Takes the place of a `ReplicaGroup`."""
 
     replicas: Sequence[RemoteReplica]
 
 
 def _settle(future: Future[BatchResult], message: Result, files: Sequence[int]) -> None:
-    """With the result, or with what kept it from being read: the process may have no more files."""
+    """Sets the result, or the error of reading it: the process may have no files left."""
     try:
         result = _result(message, files)
     except Exception as error:

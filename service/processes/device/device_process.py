@@ -1,6 +1,6 @@
 """One device in a process of its own: loads the model, and encodes the batches of the API servers.
 
-A fault of one GPU makes CUDA fail on all devices of the process, so that none may share it with another.
+Devices do not share a process, because a fault of one GPU makes CUDA fail in its whole process.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from service.config.settings import Settings
 from service.engine.device_errors import early_end_error, stuck_error
 from service.engine.engine import freeze_loaded_objects
 from service.engine.replicas import load_replica
-from service.processes.device.dispatcher import Dispatcher, ServerLines
-from service.processes.wire.bootstrap import join
-from service.processes.wire.line import Line
+from service.processes.device.dispatcher import Dispatcher, ServerLinks
+from service.processes.wire.bootstrap import bootstrap
 from service.processes.wire.link import Link
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import (
@@ -36,34 +35,35 @@ from service.processes.wire.messages import (
     Scrape,
     Scraped,
 )
+from service.processes.wire.supervisor_link import SupervisorLink
 from service.processes.wire.tallies import SharedIdleness
 
 
-class Device:
-    """Tells the supervisor how the device gets on. Runs on an event loop; the device has its own threads."""
+class DeviceProcess:
+    """Reports the state of the device to the supervisor, on an event loop. The device has its own threads."""
 
     def __init__(
         self,
         setup: DeviceSetup,
         files: Sequence[int],
-        line: Line,
+        supervisor: SupervisorLink,
         load: Callable[[Settings, str], Replica],
     ) -> None:
         idleness, *ends = files
         self._setup = setup
-        self._line = line
+        self._supervisor = supervisor
         self._load = load
         self._idleness = SharedIdleness(SharedMemory(idleness, setup.num_devices), setup.index)
         os.close(idleness)
-        self._clients = [ServerLines(batches, results) for batches, results in Link.pairs_of_files(ends)]
+        self._clients = [ServerLinks(batches, results) for batches, results in Link.pairs_of_files(ends)]
         self._is_lost = False
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
 
     async def run(self) -> None:
-        """Until the process ends. Raises `OSError` where the supervisor cannot be told anything."""
+        """Runs until the process exits. Raises `OSError` if the supervisor cannot be told anything."""
         self._loop = asyncio.get_running_loop()
-        self._line.listen(self._obey)
+        self._supervisor.listen(self._on_message)
         dispatcher = Dispatcher(
             self._clients, on_lost=partial(self._from_thread, self._lose), idleness=self._idleness
         )
@@ -81,13 +81,13 @@ class Device:
         self._loop.call_soon_threadsafe(function, *args)
 
     def _tell(self, message: object, files: Sequence[int] = ()) -> None:
-        with suppress(ConnectionError):  # the supervisor has ended, or does not need this process any more
-            self._line.tell(message, files)
+        with suppress(ConnectionError):  # the supervisor has exited, or has closed the link
+            self._supervisor.tell(message, files)
 
-    def _obey(self, message: object, files: Sequence[int]) -> None:
-        assert isinstance(message, Scrape), f"unknown order {message!r}"
-        with suppress(OSError):  # who waits for it does not wait for long
-            self._line.tell(Scraped(list(self._registry.collect())))
+    def _on_message(self, message: object, files: Sequence[int]) -> None:
+        assert isinstance(message, Scrape), f"unknown message {message!r}"
+        with suppress(OSError):  # the supervisor gives up waiting soon
+            self._supervisor.tell(Scraped(list(self._registry.collect())))
 
     def _on_loaded(self, ready: Future[VisionEncoder]) -> None:
         error = ready.exception()
@@ -98,7 +98,7 @@ class Device:
             self._tell(DeviceLoaded(Fault.of(error)))
 
     def _tell_loaded(self, encoder: EncoderFacts) -> None:
-        """With memory for the patches of a batch of each API server."""
+        """Sends the facts of the encoder, with memory for the patches of a batch for each API server."""
         num_bytes = self._batch_bytes(encoder)
         memories: list[SharedMemory] = []
         try:
@@ -113,7 +113,7 @@ class Device:
                 memory.close_file()
 
     def _batch_bytes(self, encoder: EncoderFacts) -> int:
-        """Of the largest batch: a full one or one large image. What is not written is no memory yet."""
+        """Returns the size of the largest batch: a full one, or one large image. Unwritten pages are free."""
         preprocessor = encoder.preprocessor
         num_tokens = max(self._setup.settings.max_batch_tokens, preprocessor.max_num_tokens)
         return 3 * preprocessor.config.factor**2 * num_tokens
@@ -137,9 +137,9 @@ class Device:
 
 
 def main(file: int, load: Callable[[Settings, str], Replica] = load_replica) -> NoReturn:
-    """Serves until the supervisor ends the line to it, which is in that file."""
-    setup, files, link = join(file, DeviceSetup)
-    device = Device(setup, files, Line(link, on_gone=partial(end_process, 0)), load)
+    """Serves until the supervisor closes the link to it. `file` is that link."""
+    setup, files, link = bootstrap(file, DeviceSetup)
+    device = DeviceProcess(setup, files, SupervisorLink(link, on_exit=partial(end_process, 0)), load)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(device.run())
     raise AssertionError("a device is watched to the end")

@@ -1,8 +1,8 @@
 """The batches of several API servers on their way to one device and back.
 
-An API server says that images wait, is granted the device's next place in its turn, and forms its batch only
-then. Patches come through memory that it shares with the device, whose thread copies them away before it asks
-for the next batch. Knows tensors and links; nothing of requests.
+An API server says that images wait. The device grants its next place to each API server in turn, and only
+then does the API server form a batch. Patches come through shared memory; the thread of the device copies
+them before it takes the next batch. Knows tensors and links; knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from models import BatchResult, DeviceError, EncodeItem, Patches
 from service.processes.wire.link import MAX_FILES, Link
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import (
-    Batch,
+    BatchMessage,
     Failure,
     Fault,
     Granted,
@@ -37,24 +37,24 @@ from service.processes.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-# With an API server that was granted the place: while the device has work, and while it has none.
+# How long an API server may take to send its batch: while the device has work, and while it is idle.
 _PATIENCE_S, _IDLE_PATIENCE_S = 0.1, 0.01
 _ALIGNMENT = 64  # bytes
-# A larger embedding gets memory of its own, so that one answer does not keep that of others.
+# A larger embedding gets memory of its own, so that one answer does not keep the memory of others.
 _OWN_MEMORY_BYTES = 2**20
 
 
 @dataclass(eq=False)
-class ServerLines:
-    """One API server, as a device sees it."""
+class ServerLinks:
+    """The links and the memory of one API server."""
 
     batches: Link
     results: Link
-    memory: SharedMemory | None = None  # for the patches of a batch; there once the model is loaded
+    memory: SharedMemory | None = None  # for the patches of a batch; set once the model is loaded
 
 
 class Idleness(Protocol):
-    """Tells other devices that this one has nothing to do, and knows of how many others that holds."""
+    """Tells other devices whether this one is idle, and counts the others that are."""
 
     def set(self, is_idle: bool) -> None: ...
 
@@ -62,23 +62,23 @@ class Idleness(Protocol):
 
 
 class Dispatcher:
-    """`take` is called in the thread that launches; results go out in the one that waits for the device.
+    """The thread that launches batches calls `take`; the thread that waits for the device sends the results.
 
-    `on_lost` is told of a fault of the device.
+    `on_lost` is called with a fault of the device.
     """
 
     def __init__(
         self,
-        clients: Sequence[ServerLines],
+        clients: Sequence[ServerLinks],
         *,
         on_lost: Callable[[DeviceError], None],
         idleness: Idleness,
     ) -> None:
         self._on_lost = on_lost
         self._idleness = idleness
-        self._wanting: deque[ServerLines] = deque()
-        self._granted: dict[ServerLines, float] = {}  # since when it is to send its batch
-        self._taken: deque[tuple[ServerLines, Batch]] = deque()  # batches that are there
+        self._wanting: deque[ServerLinks] = deque()
+        self._granted: dict[ServerLinks, float] = {}  # when; it has not sent its batch yet
+        self._taken: deque[tuple[ServerLinks, BatchMessage]] = deque()  # batches that have arrived
         self._selector = selectors.DefaultSelector()
         for client in clients:
             self._selector.register(client.batches, selectors.EVENT_READ, client)
@@ -88,9 +88,9 @@ class Dispatcher:
         idleness.set(True)
 
     def take(self) -> tuple[Sequence[EncodeItem], Future[BatchResult]] | None:
-        """The next batch; waits for one. None once no API server is left.
+        """Waits for the next batch and returns it. Returns None once no API server is left.
 
-        The patches are there until the next call.
+        The patches stay in memory until the next call.
         """
         while not self._taken:
             if not self._selector.get_map():
@@ -107,21 +107,21 @@ class Dispatcher:
         return _items(client, batch), future
 
     def is_stuck(self, timeout_s: float) -> bool:
-        """Whether the device has had work for so long and finished none of it."""
+        """Returns whether the device has had work for `timeout_s` and finished none of it."""
         with self._lock:
             return bool(self._running) and self._last_progress_at < time.perf_counter() - timeout_s
 
     def _grant(self) -> float | None:
-        """Grants the place to who has waited longest. Returns for how many seconds others have to wait.
+        """Grants the place to the API server that has waited longest. Returns how long the next one waits.
 
-        An API server may be slow to answer. After a while another one gets the place too, and the batch that
-        comes second is the next one; not too soon, as what comes later misses a batch that is formed early.
-        None has a batch here now, so the memory of each is free.
+        An API server may be slow to answer. After a while a second one gets the place too, and the batch that
+        arrives second is run next. This does not happen too soon, because images that arrive later miss a
+        batch that is formed early. No batch is here now, so the memory of every API server is free.
         """
         if not self._wanting:
             return None
         if self._running and self._idleness.count_others():
-            return _IDLE_PATIENCE_S  # others shall have what waits; if they do not come for it, it is ours
+            return _IDLE_PATIENCE_S  # idle devices come first; if they take nothing, this one does
         now = time.perf_counter()
         patience_s = _PATIENCE_S if self._running else _IDLE_PATIENCE_S
         rest_s = max(self._granted.values(), default=-math.inf) + patience_s - now
@@ -129,14 +129,14 @@ class Dispatcher:
             return rest_s
         client = self._wanting.popleft()
         self._granted[client] = now
-        with suppress(ConnectionError):  # it is gone, which the next look finds out
+        with suppress(ConnectionError):  # it has exited, which `_listen` will see
             client.batches.send(Granted(self._idleness.count_others()))
         return patience_s if self._wanting else None
 
     def _listen(self, seconds: float | None) -> None:
-        """Notes whose images wait, in the order in which they said so, and batches that have come."""
+        """Receives messages: API servers whose images wait, in their order, and batches."""
         for key, _ in self._selector.select(seconds):
-            client: ServerLines = key.data
+            client: ServerLinks = key.data
             try:
                 message, _ = client.batches.receive()
             except EOFError:
@@ -146,16 +146,16 @@ class Dispatcher:
                 self._wanting.append(client)
                 continue
             del self._granted[client]
-            if isinstance(message, Batch):
+            if isinstance(message, BatchMessage):
                 self._taken.append((client, message))
 
-    def _forget(self, client: ServerLines) -> None:
+    def _forget(self, client: ServerLinks) -> None:
         self._selector.unregister(client.batches)
         self._granted.pop(client, None)
         if client in self._wanting:
             self._wanting.remove(client)
 
-    def _finished(self, client: ServerLines, number: int, future: Future[BatchResult]) -> None:
+    def _finished(self, client: ServerLinks, number: int, future: Future[BatchResult]) -> None:
         with self._lock:
             self._running.discard(future)
             self._idleness.set(not self._running)
@@ -167,15 +167,15 @@ class Dispatcher:
             if error is not None:
                 client.results.send(Failure(number, Fault.of(error)))
         except ConnectionError:
-            pass  # nobody waits any more
+            pass  # the API server has exited
         except Exception:
             logger.exception("an API server cannot be told of its batch")
         if isinstance(error, DeviceError):
             self._on_lost(error)
 
 
-def _items(client: ServerLines, batch: Batch) -> list[EncodeItem]:
-    assert client.memory is not None, "it has no batch before the model is loaded"
+def _items(client: ServerLinks, batch: BatchMessage) -> list[EncodeItem]:
+    assert client.memory is not None, "an API server has no batch before the model is loaded"
     items = []
     start = 0
     for image in batch.images:
@@ -187,7 +187,7 @@ def _items(client: ServerLines, batch: Batch) -> list[EncodeItem]:
 
 
 def _try_to_send(link: Link, number: int, result: BatchResult) -> Exception | None:
-    """Returns what a result failed with that cannot be sent: there may be no memory or no files for it."""
+    """Sends a result. Returns the error if there is no memory or no file for it."""
     try:
         _send_result(link, number, result)
     except ConnectionError:
@@ -214,7 +214,7 @@ def _send_result(link: Link, number: int, result: BatchResult) -> None:
 
 
 def place(embeddings: Sequence[torch.Tensor]) -> tuple[list[Place], list[int]]:
-    """Where each tensor goes, and how large the files are: small ones share the first."""
+    """Returns the place of each tensor, and the sizes of the files. Small tensors share the first file."""
     places: list[Place] = []
     sizes = [_ALIGNMENT]
     for embedding in embeddings:

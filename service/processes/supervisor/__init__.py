@@ -1,5 +1,5 @@
 """The process that starts, watches and ends the others.
 
-It hands connections to the API servers and the joined metrics of all processes to the one that is scraped.
+It hands the listening socket to the API servers, and joined metrics to the API server that is scraped.
 It knows nothing of requests or tensors.
 """

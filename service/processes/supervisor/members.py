@@ -1,4 +1,4 @@
-"""The other processes as the supervisor sees them, with a line to each."""
+"""The other processes as the supervisor sees them, with a link to each."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import STOP_SIGNALS, DeviceLoaded, DeviceSetup, Fault, Setup
 
 _COMMAND = "import sys; sys.path[:] = {path!r}; from {module} import main; main({file})"
-_RESPONSIVE_S = 2.0
-_CONNECTIONS_BYTES = 2**12  # about ten
 
 
 class Process(Protocol):
-    """What was started."""
+    """A process that was started."""
 
     @property
     def pid(self) -> int: ...
 
     def wait(self) -> int:
-        """Waits for its end. Returns the exit code; for a signal, the negative number."""
+        """Waits for the exit. Returns the exit code; for a signal, the negative number."""
 
     def kill(self) -> None: ...
 
 
-# Starts `main` of a module in a process that has the end of a line. Raises `OSError`.
+# Starts a process that calls `main` of a module with one end of a link. Raises `OSError`.
 Spawn = Callable[[str, Link], Process]
 
 
-def spawn(module: str, line: Link) -> subprocess.Popen[bytes]:
-    """With signals held back, as one to all processes of a group may come before it has its handlers."""
-    command = _COMMAND.format(path=sys.path, module=module, file=line.fileno())
+def spawn(module: str, link: Link) -> subprocess.Popen[bytes]:
+    """Starts the process with signals blocked.
+
+    A signal to the whole process group may come before the process has its handlers.
+    """
+    command = _COMMAND.format(path=sys.path, module=module, file=link.fileno())
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         return subprocess.Popen(
-            [sys.executable, "-c", command], stdin=subprocess.DEVNULL, pass_fds=[line.fileno()]
+            [sys.executable, "-c", command], stdin=subprocess.DEVNULL, pass_fds=[link.fileno()]
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -52,28 +53,23 @@ def spawn(module: str, line: Link) -> subprocess.Popen[bytes]:
 
 @dataclass(eq=False, kw_only=True)
 class Member:
-    """One process."""
+    """One process that the supervisor has started."""
 
-    name: str  # for the log
+    name: str  # in the log
     process: Process
-    line: Link
+    link: Link
     is_up: bool = False
     is_running: bool = True
-    pinged_at: float | None = None  # while it has not answered
+    pinged_at: float | None = None  # of a ping without an answer; time.monotonic()
 
     def tell(self, message: object, files: Sequence[int] = ()) -> None:
-        """Raises `OSError` where it does not listen."""
-        self.line.send(message, files)
+        """Sends a message. Raises `OSError` if the process cannot receive it."""
+        self.link.send(message, files)
 
     @property
     def silent_s(self) -> float:
-        """For how long it has not answered."""
+        """The time since a ping without an answer; else 0."""
         return 0.0 if self.pinged_at is None else time.monotonic() - self.pinged_at
-
-    @property
-    def is_responsive(self) -> bool:
-        """Whether it answers at once, as far as that is known."""
-        return self.silent_s < _RESPONSIVE_S
 
 
 @dataclass(eq=False, kw_only=True)
@@ -81,53 +77,29 @@ class ServerMember(Member):
     """An API server."""
 
     index: int
-    connections: Link
     device_ends: dict[str, tuple[Link, Link]]  # of its lines to each device, for batches and for results
-    takes_connections: bool = True
-    is_full: bool = False
 
     @classmethod
-    def start(cls, setup: Setup, tallies: SharedMemory) -> ServerMember:
+    def start(cls, setup: Setup, listener: socket.socket, tallies: SharedMemory) -> ServerMember:
         """Starts the process. Raises `OSError`."""
-        connections, their_connections = Link.pair()
-        # Room for few at a time: those on their way cannot be had by another one.
-        connections.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _CONNECTIONS_BYTES)
         device_ends = {}
-        ends = [their_connections]
-        files = [their_connections.fileno(), tallies.file]
+        ends: list[Link] = []
+        files = [listener.fileno(), tallies.file]
         for device in setup.devices:
             (batches, their_batches), (results, their_results) = Link.pair(), Link.pair()
             device_ends[device] = batches, results
             ends += [their_batches, their_results]
             files += [their_batches.fileno(), their_results.fileno()]
-        process, line = _start(spawn, "service.processes.api_server.api_server", setup, files)
+        process, link = _start(spawn, "service.processes.api_server.api_server", setup, files)
         for end in ends:
             end.socket.close()
-        connections.socket.setblocking(False)
         return cls(
             name=f"API server {setup.index}",
             process=process,
-            line=line,
+            link=link,
             index=setup.index,
-            connections=connections,
             device_ends=device_ends,
         )
-
-    def hand_over(self, connection: socket.socket) -> bool:
-        """Gives it a connection; says whether it had room for one."""
-        if self.is_full or not self.takes_connections:
-            return False
-        try:
-            self.connections.send(None, [connection.fileno()])
-        except OSError:
-            return False  # it is behind, or gone
-        return True
-
-    def stop_connections(self) -> None:
-        """Hands over no more, and says so by closing the line."""
-        if self.takes_connections:
-            self.takes_connections = False
-            self.connections.close()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -146,14 +118,14 @@ class DeviceMember(Member):
         ends = [end for server in servers for end in server.device_ends.pop(setup.device)]
         try:
             files = [idleness.file, *(end.fileno() for end in ends)]
-            process, line = _start(spawn, "service.processes.device.device_process", setup, files)
+            process, link = _start(spawn, "service.processes.device.device_process", setup, files)
         finally:
             for end in ends:
                 end.socket.close()
-        return cls(name=f"the process of {setup.device}", process=process, line=line, device=setup.device)
+        return cls(name=f"the process of {setup.device}", process=process, link=link, device=setup.device)
 
     def take_loaded(self, loaded: DeviceLoaded, files: Sequence[int], num_servers: int) -> None:
-        """What it has said of its model. Files are missing where this process may have no more."""
+        """Keeps the message and its files. Files are missing if this process may open no more."""
         self.loaded, self.memories = loaded, [*files]
         if not isinstance(loaded.encoder, Fault) and len(files) < num_servers:
             error = ModelError("no files for the memory of batches; raise the limit on open files")
@@ -161,16 +133,16 @@ class DeviceMember(Member):
             self.close_memories()
 
     def close_memories(self) -> None:
-        """Once the API servers have them."""
+        """Closes the files, once the API servers have them."""
         while self.memories:
             os.close(self.memories.pop())
 
 
 def _start(spawn: Spawn, module: str, setup: object, files: Sequence[int]) -> tuple[Process, Link]:
-    """The process that is set up, and our end of the line to it."""
-    line, their_line = Link.pair()
-    process = spawn(module, their_line)
-    their_line.socket.close()
-    line.send(setup, files)
-    line.socket.setblocking(False)
-    return process, line
+    """Starts a process and sends its set-up. Returns the process and our end of the link to it."""
+    link, their_link = Link.pair()
+    process = spawn(module, their_link)
+    their_link.socket.close()
+    link.send(setup, files)
+    link.socket.setblocking(False)
+    return process, link

@@ -1,6 +1,6 @@
-"""The process that accepts connections, and starts, watches and ends the others.
+"""The process that starts, watches and ends the others.
 
-If a device is lost, or a process ends that was not told to or does not answer any more, all drain and the
+If a device is lost, a process exits unexpectedly or does not answer any more, all API servers drain and the
 exit code is 1.
 """
 
@@ -12,11 +12,10 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
-import torch
 import uvloop
 from prometheus_client import CollectorRegistry, ProcessCollector
 
@@ -24,8 +23,8 @@ from models import DeviceError, ModelError, replica_devices
 from service.config.logs import end_process
 from service.config.settings import Settings
 from service.processes.supervisor.members import DeviceMember, Member, ServerMember, Spawn, spawn
-from service.processes.supervisor.reception import Reception
 from service.processes.supervisor.scraping import Scraping
+from service.processes.supervisor.watching import Watch
 from service.processes.wire.memory import SharedMemory
 from service.processes.wire.messages import (
     STOP_SIGNALS,
@@ -33,45 +32,25 @@ from service.processes.wire.messages import (
     DeviceSetup,
     Farewell,
     Fault,
-    Full,
-    Leaving,
+    Gather,
     Loaded,
     Lost,
-    Ping,
     Pong,
-    Scrape,
     Scraped,
     Setup,
     Stop,
     Up,
 )
-from service.processes.wire.tallies import SharedIdleness, tallies_memory
+from service.processes.wire.tallies import SharedIdleness, SharedTallies, tallies_memory
 
 logger = logging.getLogger(__name__)
 
-_SERVERS_PER_GPU = 4
-_THREADS_PER_SERVER = 4
-_LAST_WORDS_S = 10.0  # beyond its grace, for an API server that was told to stop
-_DEVICE_END_S = 5.0  # for a device's process once it is not needed any more
-
-
-def count_servers(
-    settings: Settings, find_devices: Callable[[str, int], Mapping[str, torch.device]] = replica_devices
-) -> int:
-    """How many API servers there shall be, each a process, as is each device; 0: no process but this one."""
-    try:
-        devices = find_devices(settings.device, settings.data_parallel_size)
-    except ModelError:
-        devices = {}  # loading will say it
-    num_gpus = sum(device.type == "cuda" for device in devices.values())
-    automatic = min(_SERVERS_PER_GPU * num_gpus, settings.decode_threads // _THREADS_PER_SERVER)
-    count = settings.api_server_count or max(1, automatic)
-    # Several GPUs are never one process's: one that fails would take the others with it.
-    return count if count > 1 or num_gpus > 1 else 0
+_LAST_WORDS_S = 10.0  # after the grace, for an API server to exit
+_DEVICE_END_S = 5.0  # for the process of a device to exit once no API server is left
 
 
 class Supervisor:
-    """Runs on an event loop of its own."""
+    """Runs in the main thread, on an event loop. Gives `listener` to the API servers."""
 
     def __init__(
         self,
@@ -90,22 +69,21 @@ class Supervisor:
         ProcessCollector(registry=self._registry)
         self._servers: list[ServerMember] = []
         self._devices: dict[str, DeviceMember] = {}
-        self._members: list[Member] = []  # both
+        self._members: list[Member] = []  # API servers and devices
         self._scraping = Scraping(self._members, self._tell, self._registry.collect)
         self._lost: set[str] = set()
         self._was_signalled = False
         self._is_stopping = False
         self._has_failed = False
-        self._has_told = False  # that the model is loaded, or is not
+        self._has_told_loaded = False
         self._needs_devices = True
 
     async def run(self) -> int:
-        """Serves until it is told to stop or has failed. Returns the exit code."""
+        """Serves until a signal or a failure. Returns the exit code."""
         self._loop = asyncio.get_running_loop()
         self._ended = asyncio.Event()
         for number in STOP_SIGNALS:
             self._loop.add_signal_handler(number, self._on_signal, number)
-        self._reception = Reception(self._listener, self._servers)
         try:
             devices = tuple(replica_devices(self._settings.device, self._settings.data_parallel_size))
             self._start_servers(devices)
@@ -117,7 +95,8 @@ class Supervisor:
             logger.error("cannot start the processes of the server: %s", error)
             self._kill()
             return 1
-        watching = asyncio.create_task(self._watch(self._settings.device_timeout_s))
+        watch = Watch(self._members, self._tell, self._settings.device_timeout_s, self._on_silent)
+        watching = asyncio.create_task(watch.run())
         watching.add_done_callback(self._on_watch_ended)
         await self._ended.wait()
         watching.cancel()
@@ -128,13 +107,14 @@ class Supervisor:
     def _start_servers(self, devices: tuple[str, ...]) -> None:
         threads = -(-self._settings.decode_threads // self._num_servers)
         settings = self._settings.model_copy(update={"decode_threads": threads})
-        tallies = tallies_memory(self._num_servers)
+        self._tallies = tallies_memory(self._num_servers)
         started_at = int(time.time())
         for index in range(self._num_servers):
             setup = Setup(settings, index, self._num_servers, devices, started_at)
-            self._servers.append(ServerMember.start(setup, tallies))
+            self._servers.append(ServerMember.start(setup, self._listener, self._tallies))
             self._attend(self._servers[-1])
-        tallies.close_file()
+        self._tallies.close_file()
+        self._listener.close()  # the API servers keep it open
 
     def _start_devices(self, devices: tuple[str, ...]) -> None:
         self._idleness = SharedMemory.create(len(devices))
@@ -147,27 +127,27 @@ class Supervisor:
 
     def _attend(self, member: Member) -> None:
         self._members.append(member)
-        self._loop.add_reader(member.line.fileno(), self._read, member)
+        self._loop.add_reader(member.link.fileno(), self._read, member)
         threading.Thread(
             target=self._wait_for_exit, args=(member,), name=f"exit of {member.name}", daemon=True
         ).start()
 
     def _wait_for_exit(self, member: Member) -> None:
         code = member.process.wait()
-        with suppress(RuntimeError):  # nobody waits for it any more
+        with suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._on_exit, member, code)
 
     def _tell_if_loaded(self) -> None:
-        """Once all devices are loaded, or one cannot be, and all API servers are there.
+        """Tells the API servers once all are up, and all devices are loaded or one cannot be.
 
-        So all are ready at once.
+        So all API servers become ready at the same time.
         """
         devices = {name: device.loaded for name, device in self._devices.items() if device.loaded is not None}
         has_failed = any(isinstance(loaded.encoder, Fault) for loaded in devices.values())
         is_decided = has_failed or len(devices) == len(self._devices)
-        if self._has_told or not is_decided or not all(server.is_up for server in self._servers):
+        if self._has_told_loaded or not is_decided or not all(server.is_up for server in self._servers):
             return
-        self._has_told = True
+        self._has_told_loaded = True
         holders = [device for device in self._devices.values() if device.memories]
         for server in self._servers:
             self._tell(server, Loaded(devices), [device.memories[server.index] for device in holders])
@@ -181,11 +161,11 @@ class Supervisor:
     def _read(self, member: Member) -> None:
         try:
             while True:
-                self._on_message(member, *member.line.receive())
+                self._on_message(member, *member.link.receive())
         except BlockingIOError:
             return
         except EOFError:
-            self._loop.remove_reader(member.line.fileno())  # its exit is seen elsewhere
+            self._loop.remove_reader(member.link.fileno())  # `_on_exit` handles the rest
         except OSError as error:
             logger.error("a message of %s is lost: %s", member.name, error)
 
@@ -202,18 +182,12 @@ class Supervisor:
                 self._lose(device, fault)
             case _, Pong():
                 member.pinged_at = None
-            case ServerMember(), Full(is_full):
-                member.is_full = is_full
-                for file in files:  # connections that it had no room for
-                    self._reception.take_back(socket.socket(fileno=file))
-            case ServerMember(), Leaving():
-                self._leave(member)
-            case _, Scrape():
-                self._scraping.ask(member)
+            case ServerMember(), Gather(number):
+                self._scraping.ask(member, number)
             case _, Scraped(metrics):
-                self._scraping.answered(member, metrics)
-            case _, Farewell(metrics):
-                self._scraping.ended(member, metrics)
+                self._scraping.on_scraped(member, metrics)
+            case ServerMember(), Farewell(metrics):
+                self._scraping.on_farewell(member, metrics)
             case _:
                 raise AssertionError(f"unknown message {message!r}")
 
@@ -226,7 +200,7 @@ class Supervisor:
             try:
                 member.tell(message, files)
             except ConnectionError:
-                pass  # it has ended, which is seen elsewhere
+                pass  # it has exited, and `_on_exit` handles that
             except OSError as error:
                 logger.critical("%s cannot be told anything: %s", member.name, error)
                 member.process.kill()
@@ -234,7 +208,7 @@ class Supervisor:
     # End
 
     def _on_signal(self, number: int) -> None:
-        """The first one: all drain. The second: all end at once."""
+        """At the first signal all processes drain; at the second all are killed."""
         if self._was_signalled:
             self._kill()
             self._loop.remove_signal_handler(number)
@@ -261,15 +235,11 @@ class Supervisor:
         self._has_failed = True
         self._stop()
 
-    def _leave(self, server: ServerMember) -> None:
-        server.stop_connections()
-        self._reception.close_if_alone()
-
     def _on_exit(self, member: Member, code: int) -> None:
-        if member.line.fileno() >= 0:
-            self._read(member)  # its last words
+        if member.link.fileno() >= 0:
+            self._read(member)  # its last messages
         member.is_running = False
-        self._scraping.gone(member)
+        self._scraping.on_exit(member)
         match member:
             case ServerMember():
                 self._on_server_exit(member, code)
@@ -281,13 +251,13 @@ class Supervisor:
             self._ended.set()
 
     def _on_server_exit(self, server: ServerMember, code: int) -> None:
-        self._leave(server)
+        SharedTallies.of(self._tallies, server.index, self._num_servers).connections.leave()
         if (code != 0 and not self._has_failed) or not self._is_stopping:
             logger.critical("%s ended with %d; the server must be restarted", server.name, code)
             self._fail()
 
     def _on_device_exit(self, device: DeviceMember, code: int) -> None:
-        """Before its time, with its device."""
+        """The device is lost, unless its process was told to exit."""
         if not self._needs_devices:
             return
         error = f"its process ended with {code}"
@@ -300,16 +270,16 @@ class Supervisor:
             self._lose(device.device, Fault.of(DeviceError(device.device, ChildProcessError(error))))
 
     def _release_devices(self) -> None:
-        """Nobody is left who could want them: their processes end with the lines to them."""
+        """Closes the links to the devices, at which their processes exit. No API server is left."""
         self._needs_devices = False
         for device in self._devices.values():
             device.is_up = False
-            self._loop.remove_reader(device.line.fileno())
-            device.line.close()
+            self._loop.remove_reader(device.link.fileno())
+            device.link.close()
         self._loop.call_later(self._device_end_s, self._give_up)
 
     def _give_up(self) -> None:
-        """A process may hang in a driver, where nothing ends it."""
+        """Ends without waiting any longer. A process may hang in a driver, where no signal ends it."""
         for member in self._members:
             if member.is_running:
                 logger.warning("%s does not end, and is killed", member.name)
@@ -317,23 +287,6 @@ class Supervisor:
         self._ended.set()
 
     # Watching
-
-    async def _watch(self, timeout_s: float) -> None:
-        """For processes that do not answer."""
-        while True:
-            await asyncio.sleep(min(1.0, timeout_s / 4))
-            for member in self._members:
-                if member.is_up and member.is_running:
-                    self._ping(member, timeout_s)
-
-    def _ping(self, member: Member, timeout_s: float) -> None:
-        if member.pinged_at is None:
-            member.pinged_at = time.monotonic()
-            self._tell(member, Ping())
-        elif member.silent_s > timeout_s:
-            member.is_up = False  # it is asked nothing any more
-            member.process.kill()  # which may be in vain, in a driver
-            self._on_silent(member, f"has not answered for {timeout_s:g} s")
 
     def _on_silent(self, member: Member, message: str) -> None:
         match member:
@@ -360,7 +313,7 @@ class Supervisor:
 
 
 def supervise(settings: Settings, listener: socket.socket, num_servers: int) -> NoReturn:
-    """Serves with so many API servers, and ends the process as a single one would."""
+    """Serves with `num_servers` API servers, and exits like the server of a single process."""
     supervisor = Supervisor(settings, listener, num_servers)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         code = runner.run(supervisor.run())

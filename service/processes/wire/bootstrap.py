@@ -1,4 +1,4 @@
-"""How a process begins that the supervisor has started."""
+"""The first steps of a process that the supervisor has started."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from service.processes.wire.messages import STOP_SIGNALS, DeviceSetup, Setup
 S = TypeVar("S", Setup, DeviceSetup)
 
 
-def join(file: int, kind: type[S]) -> tuple[S, list[int], Link]:
-    """Its set-up, the files that came with it, and the line to the supervisor, which is in that file.
+def bootstrap(file: int, kind: type[S]) -> tuple[S, list[int], Link]:
+    """Returns the set-up of the process, the files that came with it, and the link to the supervisor.
 
-    Signals to stop have no effect from now on: the supervisor has held them back until here.
+    `file` is that link. Signals to stop are ignored from now on; the supervisor blocked them until here.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,6 +1,6 @@
-"""A line between two processes: whole messages, in order, with files.
+"""A link between two processes: whole messages, in order, with files.
 
-Both ends are ours, so what arrives is trusted and unpickled.
+Both ends are ours, so messages are trusted and unpickled.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from service.processes.wire.memory import SharedMemory
 
-# A message has to fit the socket's buffer. Larger ones travel in memory of their own.
+# A message has to fit into the buffer of the socket. A larger one travels in shared memory.
 _MAX_INLINE_BYTES = 2**14
 MAX_FILES = 250  # in one message; the kernel takes 253
 _ANCILLARY_BYTES = socket.CMSG_LEN((MAX_FILES + 1) * array("i").itemsize)
@@ -25,31 +25,31 @@ _ANCILLARY_BYTES = socket.CMSG_LEN((MAX_FILES + 1) * array("i").itemsize)
 
 @dataclass(frozen=True)
 class _Large:
-    """Stands for a message that is in the first of the files."""
+    """Takes the place of a message that is in the first of the files."""
 
     num_bytes: int
 
 
 class Link:
-    """One end. It may be written by several threads and read by one."""
+    """One end of a link. Several threads may send, and one may receive."""
 
     def __init__(self, end: socket.socket) -> None:
         self.socket = end
 
     @classmethod
     def pair(cls) -> tuple[Link, Link]:
-        """Two ends in one process."""
+        """Returns both ends of a new link."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         return cls(ours), cls(theirs)
 
     @classmethod
     def of_file(cls, file: int) -> Link:
-        """The end that another process gave to this one."""
+        """Returns the end that another process sent as a file."""
         return cls(socket.socket(fileno=file))
 
     @classmethod
     def pairs_of_files(cls, files: Sequence[int]) -> list[tuple[Link, Link]]:
-        """The ends that other processes gave to this one, two by two."""
+        """Returns the ends that other processes sent as files, two by two."""
         ends = [cls.of_file(file) for file in files]
         return [*zip(ends[::2], ends[1::2], strict=True)]
 
@@ -57,7 +57,7 @@ class Link:
         return self.socket.fileno()
 
     def send(self, message: object, files: Sequence[int] = ()) -> None:
-        """Sends a message with copies of files. Raises `OSError` once the other end is closed."""
+        """Sends a message with copies of files. Raises `OSError`, also if the other end is closed."""
         data = pickle.dumps(message)
         if len(data) <= _MAX_INLINE_BYTES:
             socket.send_fds(self.socket, [data], files)
@@ -70,21 +70,21 @@ class Link:
             memory.close_file()
 
     def receive(self) -> tuple[Any, list[int]]:
-        """The next message and its files, which are the caller's to close.
+        """Returns the next message and its files, which the caller closes.
 
-        Files are missing where this process may have no more. Raises `EOFError` once one of the ends is
-        closed, `OSError` where a large message is lost for lack of a file, and what the socket raises where
-        it does not wait.
+        Files are missing if this process may open no more. Raises `EOFError` once one of the ends is closed,
+        `OSError` if a large message is lost because no file is left, and `BlockingIOError` if the socket does
+        not block and no message waits.
         """
         try:
             data, ancillary = self._receive()
         except OSError as error:
-            is_closed = self.socket.fileno() < 0  # by another thread of ours
+            is_closed = self.socket.fileno() < 0  # by another thread of this process
             if not is_closed and not isinstance(error, ConnectionError):
                 raise
             data, ancillary = b"", []
         if not data:
-            raise EOFError("the line to the other process has ended")
+            raise EOFError("the link to the other process has ended")
         files = array("i", b"".join(sent for _, _, sent in ancillary)).tolist()
         message = pickle.loads(data)
         if isinstance(message, _Large):
@@ -101,12 +101,12 @@ class Link:
         arguments = _MAX_INLINE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
         try:
             return self.socket.recvmsg(*arguments)[:2]
-        except ConnectionResetError:  # said once, before what the other end had sent; none after it
+        except ConnectionResetError:  # raised once, before the messages that the other end has sent
             return self.socket.recvmsg(*arguments)[:2]
 
     def close(self) -> None:
-        """Ends the line, also for a thread that waits for a message."""
-        with suppress(OSError):  # the other end was first
+        """Closes the link, also for a thread that waits for a message."""
+        with suppress(OSError):  # the other end has closed it
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
 

@@ -1,4 +1,4 @@
-"""Memory that several processes see: without a name, and gone with the last of them that holds it."""
+"""Memory that several processes share. It has no name, and is freed when the last of them drops it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 
 class SharedMemory:
-    """So many bytes, zero at first; none is taken from the system before it is written.
+    """`num_bytes` bytes that are zero at first. The system provides a page when it is first written.
 
-    Tensors that look into it keep it alive. The file is needed only to give it to others: Python's own maps
-    would hold one file each as long as they live.
+    Tensors that are views of it keep it alive. The file is needed only to send it to other processes: each
+    `mmap` of Python would hold a file as long as it lives.
     """
 
     def __init__(self, file: int, num_bytes: int) -> None:
-        """Of another process: takes the file over. Raises `OSError` where there is no room for it."""
+        """Maps the memory of another process. Takes the file over. Raises `OSError` if there is no room."""
         self.file = file
         try:
             self.bytes = torch.from_file(
@@ -28,7 +28,7 @@ class SharedMemory:
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedMemory:
-        """Raises `OSError` where there is no file or no room for it."""
+        """Creates new memory. Raises `OSError` if there is no file or no room for it."""
         file = os.memfd_create("vision-sidecar", os.MFD_CLOEXEC)
         try:
             os.ftruncate(file, num_bytes)
@@ -39,14 +39,14 @@ class SharedMemory:
 
     @property
     def buffer(self) -> memoryview:
-        """The bytes for Python."""
+        """The bytes, for Python."""
         return self.bytes.numpy().data
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0) -> torch.Tensor:
-        """A tensor at an offset in bytes, which is a multiple of its items' size."""
+        """Returns a view of that shape. `offset` is in bytes, and a multiple of the size of an item."""
         num_bytes = math.prod(shape) * dtype.itemsize
         return self.bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
     def close_file(self) -> None:
-        """Once all that shall see the memory have it."""
+        """Closes the file, once all processes that share the memory have it."""
         os.close(self.file)

@@ -1,4 +1,4 @@
-"""What the processes tell each other."""
+"""The messages between the processes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from prometheus_client import Metric
 from models import BatchStats, DeviceError, ModelError, OutputSpec, Preprocessor, VisionEncoder
 from service.config.settings import Settings
 
-# What a process is told to stop with from outside. What they mean for the others is the supervisor's concern.
+# Signals that stop the server. The supervisor handles them, and tells the other processes.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-# About batches, between an API server and one device
+# Between an API server and the process of a device
 
 
 @dataclass(frozen=True)
@@ -26,18 +26,18 @@ class Wanting:
 
 @dataclass(frozen=True)
 class Granted:
-    """To an API server: the device has a place. Its batch, or `Nothing`, is the answer."""
+    """To an API server: the device has a place for a batch. The answer is a batch or `Nothing`."""
 
-    num_idle_others: int  # devices that have nothing to do
+    num_idle_others: int  # other devices that are idle
 
 
 @dataclass(frozen=True)
 class Nothing:
-    """From an API server: what waited does not wait any more."""
+    """From an API server: no images wait any more."""
 
 
 @dataclass(frozen=True)
-class Image:
+class BatchImage:
     """One image of a batch."""
 
     grid_thw: tuple[int, int, int]
@@ -46,17 +46,17 @@ class Image:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """From an API server. The patches [all images' rows, patch_dim] stand in the memory of the two."""
+class BatchMessage:
+    """From an API server. The patches [rows of all images, patch_dim] are in the memory that both share."""
 
     number: int
-    images: tuple[Image, ...]
+    images: tuple[BatchImage, ...]
     patch_dim: int
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor stands in the files of a message."""
+    """Where a tensor is in the files of a message."""
 
     file: int
     offset: int
@@ -78,9 +78,9 @@ class Result:
 
 @dataclass(frozen=True)
 class Fault:
-    """An error of another process: what it was, in words, and its trace."""
+    """An error of another process: its message and its trace."""
 
-    device: str | None  # that is lost by it
+    device: str | None  # the device that is lost, if one is
     is_model_error: bool
     message: str
     trace: str
@@ -97,7 +97,7 @@ class Fault:
         )
 
     def error(self) -> Exception:
-        """The same in this process."""
+        """Returns the error for this process."""
         if self.is_model_error:
             return ModelError(self.message)
         error = RuntimeError(self.message)
@@ -105,7 +105,7 @@ class Fault:
         return error if self.device is None else DeviceError(self.device, error)
 
     def device_error(self) -> DeviceError:
-        """The same, as the loss of a device."""
+        """Returns the error, which is the loss of a device."""
         error = self.error()
         assert isinstance(error, DeviceError), f"no fault of a device: {self.message}"
         return error
@@ -119,12 +119,12 @@ class Failure:
     fault: Fault
 
 
-# About the server, between the supervisor and the other processes
+# Between the supervisor and the other processes
 
 
 @dataclass(frozen=True)
 class Setup:
-    """To an API server, first of all. Files: connections, tallies; of each device, batches and results."""
+    """The first message to an API server. Files: listener, tallies, and two links to each device."""
 
     settings: Settings
     index: int
@@ -135,7 +135,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class DeviceSetup:
-    """To a device's process, first of all. Files: idleness; of each API server, batches and results."""
+    """The first message to the process of a device. Files: idleness, and two links to each API server."""
 
     settings: Settings
     device: str
@@ -145,7 +145,7 @@ class DeviceSetup:
 
 @dataclass(frozen=True)
 class GraphFacts:
-    """What is said of an encoder's CUDA graphs."""
+    """The facts of the CUDA graphs of an encoder."""
 
     graphs: tuple[int, ...]  # budgets
     max_images: int
@@ -155,7 +155,7 @@ class GraphFacts:
 
 @dataclass(frozen=True)
 class EncoderFacts:
-    """What an API server has to know of an encoder that another process has. The names are the encoder's."""
+    """The facts that an API server needs of an encoder of another process. Names as in `VisionEncoder`."""
 
     revision: str | None
     fingerprint: str
@@ -187,14 +187,14 @@ class EncoderFacts:
 
 @dataclass(frozen=True)
 class Up:
-    """From an API server: it can take what comes next."""
+    """From an API server: it has started and reads messages."""
 
 
 @dataclass(frozen=True)
 class DeviceLoaded:
-    """From a device's process: it has its model, or could not load it.
+    """From the process of a device: the model is loaded, or could not be loaded.
 
-    Files: for each API server, memory for the patches of a batch.
+    Files: memory for the patches of a batch, for each API server.
     """
 
     encoder: EncoderFacts | Fault
@@ -203,14 +203,14 @@ class DeviceLoaded:
 
 @dataclass(frozen=True)
 class Loaded:
-    """To an API server: what each device has said. Files: of each that has its model, the memory."""
+    """To an API server: the messages of all devices. Files: the memory of each device that has its model."""
 
     devices: Mapping[str, DeviceLoaded]
 
 
 @dataclass(frozen=True)
 class Lost:
-    """From a device's process, and to the API servers: a device failed."""
+    """From the process of a device, and to the API servers: a device failed."""
 
     device: str
     fault: Fault
@@ -218,48 +218,48 @@ class Lost:
 
 @dataclass(frozen=True)
 class Stop:
-    """To an API server: leave, drain and end."""
-
-
-@dataclass(frozen=True)
-class Leaving:
-    """From an API server: it takes no more connections. The line for them is closed for an answer."""
-
-
-@dataclass(frozen=True)
-class Full:
-    """From an API server: it has as many connections as it may have, or not any more.
-
-    Files: those that came after the last one that it may have.
-    """
-
-    is_full: bool
+    """To an API server: drain and exit."""
 
 
 @dataclass(frozen=True)
 class Farewell:
-    """From an API server, the last of all: its metrics."""
+    """The last message of an API server: its metrics."""
 
     metrics: Sequence[Metric]
 
 
 @dataclass(frozen=True)
 class Ping:
-    """From the supervisor, to be answered on the event loop with `Pong`."""
+    """From the supervisor. The process answers `Pong` from its event loop."""
 
 
 @dataclass(frozen=True)
 class Pong:
-    """To the supervisor."""
+    """To the supervisor: the answer to `Ping`."""
+
+
+@dataclass(frozen=True)
+class Gather:
+    """From an API server that asks for the metrics of all processes. `number` names its call."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """To an API server: the answer to calls of it. `metrics` is None if a process did not answer."""
+
+    numbers: tuple[int, ...]
+    metrics: Sequence[Metric] | None
 
 
 @dataclass(frozen=True)
 class Scrape:
-    """From an API server that wants the metrics of all; to each process, for its own."""
+    """From the supervisor: asks a process for its own metrics."""
 
 
 @dataclass(frozen=True)
 class Scraped:
-    """From a process, its own; to an API server that asked, those of all. None: not all have answered."""
+    """To the supervisor: the metrics of the process. `metrics` is None if it could not send them."""
 
     metrics: Sequence[Metric] | None

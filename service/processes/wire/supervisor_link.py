@@ -1,4 +1,4 @@
-"""A process's line to the supervisor, on the event loop: orders and pings."""
+"""The link of a process to the supervisor, read on the event loop."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from service.processes.wire.messages import Ping, Pong
 
 logger = logging.getLogger(__name__)
 
-Obey = Callable[[object, Sequence[int]], None]
+OnMessage = Callable[[object, Sequence[int]], None]
 
 
-class Line:
-    """`on_gone` is told that the supervisor is. A process that cannot do what it is told ends at once."""
+class SupervisorLink:
+    """Answers pings, and hands on all other messages.
 
-    def __init__(self, link: Link, on_gone: Callable[[], None]) -> None:
+    `on_exit` is called when the supervisor exits. If a message cannot be handled, the process exits at once.
+    """
+
+    def __init__(self, link: Link, on_exit: Callable[[], None]) -> None:
         self._link = link
-        self._on_gone = on_gone
+        self._on_exit = on_exit
 
-    def listen(self, obey: Obey) -> None:
-        """Has every message that is not for the line itself obeyed, from now on."""
-        self._obey = obey
+    def listen(self, on_message: OnMessage) -> None:
+        """Calls `on_message` with every message and its files from now on."""
+        self._on_message = on_message
         self._link.socket.setblocking(False)
         asyncio.get_running_loop().add_reader(self._link.fileno(), self._read)
 
     def tell(self, message: object, files: Sequence[int] = ()) -> None:
-        """Tells the supervisor. Raises `OSError` where that cannot be."""
+        """Sends a message to the supervisor. Raises `OSError`."""
         self._link.send(message, files)
 
     def _read(self) -> None:
@@ -40,16 +43,16 @@ class Line:
                 if isinstance(message, Ping):
                     self.tell(Pong())
                 else:
-                    self._obey(message, files)
+                    self._on_message(message, files)
         except (EOFError, ConnectionError):
             asyncio.get_running_loop().remove_reader(self._link.fileno())
-            self._on_gone()
+            self._on_exit()
         except Exception:
-            logger.critical("cannot do what the supervisor says", exc_info=True)
+            logger.critical("cannot handle a message of the supervisor", exc_info=True)
             end_process(1)
 
     def _receive(self) -> tuple[Any, list[int]] | None:
-        """None: there is no more for now."""
+        """Returns None if no message waits."""
         try:
             return self._link.receive()
         except BlockingIOError:
