@@ -35,7 +35,7 @@ def running(app: FastAPI, runner: asyncio.Runner) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("options", ["", "?pooling=none&deepstack=true"])
-def test_an_embedding_does_not_depend_on_its_batch_neighbours(options: str) -> None:
+def test_embedding_does_not_depend_on_its_batch_neighbours(options: str) -> None:
     rng = random.Random(11)
     noise = np.random.default_rng(11)
     images = [
@@ -52,20 +52,20 @@ def test_an_embedding_does_not_depend_on_its_batch_neighbours(options: str) -> N
         assert response.status_code == 200, response.text
         return [entry["embedding"] for entry in response.json()["data"]]
 
-    async def everyone() -> None:
+    async def embed_alone_and_together() -> None:
         async with httpx.AsyncClient(transport=transport, base_url="http://sidecar") as client:
             alone = [(await embed(client, [index]))[0] for index in range(len(images))]
-            company = [rng.choices(range(len(images)), k=rng.choice([1, 1, 2, 5])) for _ in range(40)]
+            requests = [rng.choices(range(len(images)), k=rng.choice([1, 1, 2, 5])) for _ in range(40)]
             for found, chosen in zip(
-                await asyncio.gather(*(embed(client, chosen) for chosen in company)), company, strict=True
+                await asyncio.gather(*(embed(client, chosen) for chosen in requests)), requests, strict=True
             ):
                 for embedding, index in zip(found, chosen, strict=True):
                     np.testing.assert_allclose(embedding, alone[index], rtol=0, atol=1e-5)
 
     with asyncio.Runner() as runner, running(app, runner):
-        runner.run(everyone())
+        runner.run(embed_alone_and_together())
     num_images = registry.get_sample_value("vision_sidecar_batch_images_sum")
     num_batches = registry.get_sample_value("vision_sidecar_batch_images_count")
     assert num_images is not None
     assert num_batches is not None
-    assert num_images > 1.5 * num_batches  # many had company
+    assert num_images > 1.5 * num_batches  # many images shared a batch

@@ -66,7 +66,7 @@ def start(registry: CollectorRegistry) -> Iterator[Start]:
 
 
 def put(callers: Callers, engine: Engine, num_images: int = 1) -> Ticket:
-    """A request that waits for a device."""
+    """Queues a request of this many images."""
     return callers.put(engine.batcher, *[item(4)] * num_images)
 
 
@@ -82,19 +82,19 @@ def code_of_error(error: Exception) -> str:
     return error.code
 
 
-def admit(engine: Engine) -> None:
+def accept(engine: Engine) -> None:
     with engine.accept():
         pass
 
 
-def fail_with(error: BaseException) -> FakeEncoder:
+def failing_encoder(error: BaseException) -> FakeEncoder:
     def fail(items: Sequence[EncodeItem]) -> None:
         raise error
 
     return FakeEncoder(fail)
 
 
-def fail_late(gate: threading.Event) -> FakeEncoder:
+def encoder_failing_at(gate: threading.Event) -> FakeEncoder:
     def fail(items: Sequence[EncodeItem]) -> None:
         gate.wait()
         raise torch.AcceleratorError("illegal memory access")
@@ -102,12 +102,12 @@ def fail_late(gate: threading.Event) -> FakeEncoder:
     return FakeEncoder(fail)
 
 
-def test_it_is_alive_but_not_ready_while_loading(start: Start, gate: threading.Event) -> None:
+def test_loading_engine_is_alive_but_not_ready(start: Start, gate: threading.Event) -> None:
     engine = start(load=gate.wait, wait=False)
     engine.check_alive()
-    assert {code_of(check) for check in (engine.check_ready, engine.check_loaded, lambda: admit(engine))} == {
-        "not_ready"
-    }
+    assert {
+        code_of(check) for check in (engine.check_ready, engine.check_loaded, lambda: accept(engine))
+    } == {"not_ready"}
     gate.set()
     eventually(lambda: engine.state is State.READY)
     engine.check_ready()
@@ -115,35 +115,37 @@ def test_it_is_alive_but_not_ready_while_loading(start: Start, gate: threading.E
 
 
 class SlowInfo(Metrics):
-    """Says what was loaded once the gate is open."""
+    """Metrics whose `set_info` waits until the gate opens."""
 
     def __init__(self, registry: CollectorRegistry, gate: threading.Event) -> None:
         super().__init__(registry, ())
-        self.is_asked = threading.Event()
+        self.is_waiting = threading.Event()
         self._gate = gate
 
     def set_info(self, *, model: str, fingerprint: str, dtype: str, attn_backend: str, version: str) -> None:
-        self.is_asked.set()
+        self.is_waiting.set()
         self._gate.wait()
 
 
-def test_no_request_is_taken_before_it_is_ready(
+def test_no_request_is_accepted_before_the_engine_is_ready(
     start: Start, registry: CollectorRegistry, gate: threading.Event
 ) -> None:
     metrics = SlowInfo(registry, gate)
     has_started = threading.Event()
     engine = start(load=has_started.wait, wait=False, metrics=metrics)
     has_started.set()
-    assert metrics.is_asked.wait(10)
+    assert metrics.is_waiting.wait(10)
     assert engine.state is State.LOADING
-    for check in (engine.check_ready, engine.check_room, engine.check_loaded, lambda: admit(engine)):
+    for check in (engine.check_ready, engine.check_room, engine.check_loaded, lambda: accept(engine)):
         assert code_of(check) == "not_ready"
     gate.set()
     eventually(lambda: engine.state is State.READY)
-    admit(engine)
+    accept(engine)
 
 
-def test_ready_is_a_metric(start: Start, gate: threading.Event, registry: CollectorRegistry) -> None:
+def test_metrics_say_whether_the_engine_is_ready(
+    start: Start, gate: threading.Event, registry: CollectorRegistry
+) -> None:
     engine = start(load=gate.wait, wait=False)
     assert registry.get_sample_value("vision_sidecar_ready") == 0
     gate.set()
@@ -159,7 +161,7 @@ def test_ready_is_a_metric(start: Start, gate: threading.Event, registry: Collec
 @pytest.mark.parametrize(
     ("error", "has_trace"), [(ModelError("no such folder"), False), (KeyError("weights"), True)]
 )
-def test_a_model_that_cannot_be_loaded_is_a_failure_in_one_line(
+def test_model_that_fails_to_load_is_logged_in_one_line_and_fails_the_engine(
     start: Start, error: Exception, has_trace: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load() -> None:
@@ -173,7 +175,7 @@ def test_a_model_that_cannot_be_loaded_is_a_failure_in_one_line(
     assert (record.exc_info is not None) == has_trace
 
 
-def test_batches_are_counted_even_if_nobody_waits(
+def test_batches_are_counted_even_if_no_coroutine_awaits_them(
     start: Start, registry: CollectorRegistry, callers: Callers
 ) -> None:
     engine = start()
@@ -186,8 +188,8 @@ def test_batches_are_counted_even_if_nobody_waits(
     assert ticket.ended
 
 
-def test_a_batch_that_fails_leaves_the_device_in_service(start: Start, callers: Callers) -> None:
-    engine = start(fail_with(RuntimeError("odd shape")))
+def test_failed_batch_does_not_lose_the_device(start: Start, callers: Callers) -> None:
+    engine = start(failing_encoder(RuntimeError("odd shape")))
     error = callers.error(put(callers, engine))
     assert isinstance(error, InternalError)
     assert error.param == "images[0]"
@@ -195,20 +197,20 @@ def test_a_batch_that_fails_leaves_the_device_in_service(start: Start, callers: 
     assert engine.state is State.READY
 
 
-def test_a_lost_device_turns_every_request_away(
+def test_all_requests_are_refused_once_the_only_device_is_lost(
     start: Start, registry: CollectorRegistry, callers: Callers
 ) -> None:
-    engine = start(fail_with(torch.AcceleratorError("illegal memory access")))
+    engine = start(failing_encoder(torch.AcceleratorError("illegal memory access")))
     assert code_of_error(callers.error(put(callers, engine))) == "device_failed"
-    calls = (lambda: admit(engine), engine.check_alive, engine.check_ready, lambda: put(callers, engine))
+    calls = (lambda: accept(engine), engine.check_alive, engine.check_ready, lambda: put(callers, engine))
     for call in calls:
         assert code_of(call) == "device_failed"
     assert registry.get_sample_value("vision_sidecar_device_up", {"device": "fake"}) == 0
     assert registry.get_sample_value("vision_sidecar_ready") == 0
 
 
-def test_probes_know_of_a_lost_device_before_its_callers_do(start: Start, callers: Callers) -> None:
-    engine = start(fail_with(torch.AcceleratorError("illegal memory access")))
+def test_engine_has_failed_before_the_requests_of_a_lost_device_end(start: Start, callers: Callers) -> None:
+    engine = start(failing_encoder(torch.AcceleratorError("illegal memory access")))
     states: list[State] = []
     ticket = callers.ticket()
 
@@ -224,18 +226,20 @@ def test_probes_know_of_a_lost_device_before_its_callers_do(start: Start, caller
     assert states == [State.FAILED]
 
 
-def test_a_lost_device_is_one_line(start: Start, callers: Callers, caplog: pytest.LogCaptureFixture) -> None:
-    engine = start(fail_with(torch.AcceleratorError("illegal memory access")))
+def test_lost_device_is_logged_in_one_line(
+    start: Start, callers: Callers, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = start(failing_encoder(torch.AcceleratorError("illegal memory access")))
     callers.error(put(callers, engine))
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
         ("CRITICAL", "device fake is lost: illegal memory access")
     ]
 
 
-def test_a_device_that_has_work_and_finishes_none_is_given_up(
+def test_device_that_has_work_and_finishes_none_is_lost(
     start: Start, registry: CollectorRegistry, callers: Callers, gate: threading.Event
 ) -> None:
-    engine = start(fail_late(gate))
+    engine = start(encoder_failing_at(gate))
 
     async def watch_until_answered(ticket: Ticket) -> Exception:
         watching = asyncio.create_task(engine.watch(0.1))
@@ -245,17 +249,17 @@ def test_a_device_that_has_work_and_finishes_none_is_given_up(
             return error
         finally:
             watching.cancel()
-        raise AssertionError("it has an answer")
+        raise AssertionError("the request was answered")
 
     error = callers.runner.run(watch_until_answered(put(callers, engine)))
     assert code_of_error(error) == "device_failed"
     assert code_of(engine.check_alive) == "device_failed"
     assert registry.get_sample_value("vision_sidecar_device_up", {"device": "fake"}) == 0
     assert engine.is_idle
-    assert engine.close() is False  # its thread can only end with the process
+    assert engine.close() is False  # its thread ends only with the process
 
 
-def test_an_idle_device_is_not_given_up(start: Start, callers: Callers) -> None:
+def test_idle_device_is_not_lost(start: Start, callers: Callers) -> None:
     engine = start()
 
     async def watch() -> None:
@@ -268,7 +272,7 @@ def test_an_idle_device_is_not_given_up(start: Start, callers: Callers) -> None:
 
 
 class Dying(Replica):
-    """A replica whose launching thread can be killed."""
+    """A replica whose serving ends when the test ends its future."""
 
     def __init__(self) -> None:
         super().__init__("fake", FakeEncoder)  # type: ignore[arg-type]
@@ -278,7 +282,7 @@ class Dying(Replica):
         return self.serving
 
 
-def test_a_device_without_its_thread_is_lost(registry: CollectorRegistry, callers: Callers) -> None:
+def test_device_is_lost_if_its_thread_dies(registry: CollectorRegistry, callers: Callers) -> None:
     replica = Dying()
     engine = make_engine(lambda: ReplicaGroup([replica]), registry)
     engine.start()
@@ -290,7 +294,7 @@ def test_a_device_without_its_thread_is_lost(registry: CollectorRegistry, caller
     replica.close()
 
 
-def test_a_device_may_be_lost_while_others_are_being_loaded(
+def test_device_may_be_lost_while_another_is_loading(
     registry: CollectorRegistry, gate: threading.Event
 ) -> None:
     def load() -> FakeEncoder:
@@ -311,10 +315,10 @@ def test_a_device_may_be_lost_while_others_are_being_loaded(
     assert engine.state is State.FAILED
 
 
-def test_an_error_of_the_caller_stays_one_on_a_lost_device(
+def test_client_error_stays_a_client_error_after_the_device_is_lost(
     start: Start, callers: Callers, gate: threading.Event
 ) -> None:
-    engine = start(fail_late(gate))
+    engine = start(encoder_failing_at(gate))
     put(callers, engine)
 
     def refuse() -> None:
@@ -327,7 +331,7 @@ def test_an_error_of_the_caller_stays_one_on_a_lost_device(
         refuse()
 
 
-def test_leaving_is_unready_and_takes_requests_until_it_drains(
+def test_leaving_engine_is_not_ready_but_accepts_requests_until_it_drains(
     start: Start, registry: CollectorRegistry
 ) -> None:
     engine = start()
@@ -335,12 +339,12 @@ def test_leaving_is_unready_and_takes_requests_until_it_drains(
     assert code_of(engine.check_ready) == "draining"
     assert registry.get_sample_value("vision_sidecar_ready") == 0
     engine.check_alive()
-    admit(engine)
+    accept(engine)
     engine.drain()
-    assert code_of(lambda: admit(engine)) == "draining"
+    assert code_of(lambda: accept(engine)) == "draining"
 
 
-def test_leaving_while_loading_takes_nothing_any_more(start: Start, gate: threading.Event) -> None:
+def test_engine_that_leaves_while_loading_accepts_no_requests(start: Start, gate: threading.Event) -> None:
     engine = start(load=gate.wait, wait=False)
     engine.leave()
     assert engine.state is State.DRAINING
@@ -349,18 +353,20 @@ def test_leaving_while_loading_takes_nothing_any_more(start: Start, gate: thread
     assert engine.state is State.DRAINING
 
 
-def test_draining_refuses_newcomers_and_keeps_who_is_in(start: Start, callers: Callers) -> None:
+def test_draining_engine_refuses_new_requests_and_finishes_accepted_ones(
+    start: Start, callers: Callers
+) -> None:
     engine = start()
     with engine.accept():
         engine.drain()
-        assert code_of(engine.check_ready) == code_of(lambda: admit(engine)) == "draining"
+        assert code_of(engine.check_ready) == code_of(lambda: accept(engine)) == "draining"
         engine.check_alive()
         assert not engine.is_idle
         assert len(callers.outcome(put(callers, engine))) == 1
     eventually(lambda: engine.is_idle)
 
 
-def test_loading_that_ends_while_draining_does_not_make_it_ready(start: Start, gate: threading.Event) -> None:
+def test_draining_engine_stays_draining_when_loading_ends(start: Start, gate: threading.Event) -> None:
     engine = start(load=gate.wait, wait=False)
     engine.drain()
     gate.set()
@@ -369,16 +375,16 @@ def test_loading_that_ends_while_draining_does_not_make_it_ready(start: Start, g
 
 
 @pytest.mark.parametrize("stop", [Engine.leave, Engine.drain])
-def test_a_failure_is_not_undone_by_stopping(
+def test_failed_engine_stays_failed_when_it_is_stopped(
     start: Start, callers: Callers, stop: Callable[[Engine], None]
 ) -> None:
-    engine = start(fail_with(torch.AcceleratorError("lost")))
+    engine = start(failing_encoder(torch.AcceleratorError("lost")))
     callers.error(put(callers, engine))
     stop(engine)
     assert engine.state is State.FAILED
 
 
-def test_a_batch_on_the_device_keeps_it_from_closing(
+def test_engine_does_not_close_while_a_batch_is_running(
     start: Start, callers: Callers, gate: threading.Event
 ) -> None:
     def hold(items: Sequence[EncodeItem]) -> None:
@@ -395,21 +401,21 @@ def test_a_batch_on_the_device_keeps_it_from_closing(
     for ticket in (abandoned, tickets[0]):
         engine.batcher.cancel(ticket)
     assert engine.batcher.waiting_images == 0
-    assert engine.close() is False  # one is still on the device, though nobody waits for it
+    assert engine.close() is False  # a batch is still running, although no request waits for it
     gate.set()
     assert len(callers.outcome(tickets[1])) == 1
     eventually(lambda: engine.is_idle)
     assert engine.close() is True
 
 
-def test_closing_before_the_start_is_fine(registry: CollectorRegistry) -> None:
+def test_engine_that_was_not_started_can_be_closed(registry: CollectorRegistry) -> None:
     def never() -> ReplicaGroup:
         raise AssertionError("not started")
 
     assert make_engine(never, registry).close() is True
 
 
-def test_it_is_ready_once_every_replica_is(
+def test_engine_is_ready_once_all_replicas_are_loaded(
     start: Start, registry: CollectorRegistry, gate: threading.Event
 ) -> None:
     first = threading.Lock()
@@ -432,7 +438,7 @@ def test_it_is_ready_once_every_replica_is(
     assert engine.devices == DEVICES
 
 
-def test_one_replica_that_cannot_be_loaded_fails_the_engine_once(
+def test_engine_fails_once_if_several_replicas_fail_to_load(
     start: Start, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = threading.Lock()
@@ -445,7 +451,7 @@ def test_one_replica_that_cannot_be_loaded_fails_the_engine_once(
 
     engine = start(FakeEncoder(), FakeEncoder(), load=load)
     assert engine.state is State.FAILED
-    assert engine.close() is False  # the other is still being loaded
+    assert engine.close() is False  # the other replica is still loading
     gate.set()
     eventually(engine.close)
     assert engine.state is State.FAILED
@@ -456,7 +462,7 @@ def test_one_replica_that_cannot_be_loaded_fails_the_engine_once(
     ("error", "has_trace"),
     [(ModelError("this process sees 1 CUDA device"), False), (RuntimeError("no driver"), True)],
 )
-def test_a_start_that_fails_is_a_failure_in_one_line(
+def test_failed_start_of_replicas_is_logged_in_one_line_and_fails_the_engine(
     registry: CollectorRegistry, error: Exception, has_trace: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> ReplicaGroup:
@@ -471,9 +477,9 @@ def test_a_start_that_fails_is_a_failure_in_one_line(
     assert (record.exc_info is not None) == has_trace
 
 
-@pytest.mark.parametrize("fact", ["graphs", "fingerprint"])  # of one replica, of the whole model
+@pytest.mark.parametrize("fact", ["graphs", "fingerprint"])  # a fact of each replica, a fact of the model
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_model_that_cannot_be_told_of_is_a_failure(
+def test_engine_fails_if_facts_of_the_model_are_missing(
     start: Start, fact: str, num_replicas: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     encoders = [FakeEncoder() for _ in range(num_replicas)]
@@ -485,10 +491,10 @@ def test_a_model_that_cannot_be_told_of_is_a_failure(
     [record] = caplog.records
     assert record.getMessage().startswith("cannot load model m: ")
     assert record.exc_info is not None
-    eventually(engine.close)  # none is taken for loading any more
+    eventually(engine.close)  # no replica counts as loading any more
 
 
-def test_a_watch_that_fails_is_a_failure_and_one_that_is_cancelled_is_none(
+def test_failed_watch_fails_the_engine_and_a_cancelled_one_does_not(
     start: Start, callers: Callers, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = start()
@@ -514,15 +520,15 @@ def test_a_watch_that_fails_is_a_failure_and_one_that_is_cancelled_is_none(
     assert record.exc_info is not None
 
 
-def test_one_lost_device_of_two_ends_the_engine(
+def test_engine_fails_if_one_of_two_devices_is_lost(
     start: Start, registry: CollectorRegistry, callers: Callers, gate: threading.Event
 ) -> None:
     def hold(items: Sequence[EncodeItem]) -> None:
         assert gate.wait(10)
 
-    engine = start(FakeEncoder(hold), fail_with(torch.AcceleratorError("illegal memory access")))
+    engine = start(FakeEncoder(hold), failing_encoder(torch.AcceleratorError("illegal memory access")))
     tickets = []
-    while engine.state is not State.FAILED:  # the first is held up, so that the other must take one
+    while engine.state is not State.FAILED:  # the first device is held, so the other one must take a batch
         tickets.append(put(callers, engine))
         time.sleep(0.002)
     lost = [ticket for ticket in tickets if ticket.ended]
@@ -535,11 +541,11 @@ def test_one_lost_device_of_two_ends_the_engine(
     eventually(lambda: engine.is_idle)
     for device, up in zip(DEVICES, (1, 0), strict=True):
         assert registry.get_sample_value("vision_sidecar_device_up", {"device": device}) == up
-    assert engine.close() is False  # the lost device is left alone
+    assert engine.close() is False  # the thread of the lost device is not ended
     assert engine.state is State.FAILED
 
 
-def test_a_batch_is_counted_on_the_device_that_took_it(
+def test_batch_is_counted_for_the_device_that_took_it(
     start: Start, registry: CollectorRegistry, callers: Callers
 ) -> None:
     busy = [threading.Event() for _ in DEVICES]
@@ -551,7 +557,7 @@ def test_a_batch_is_counted_on_the_device_that_took_it(
     graphs = FakeGraphs({64: None})
     engine = start(*[FakeEncoder(partial(wait_for_the_other, own), graphs) for own in busy])
     tickets = []
-    for _ in range(MAX_LAUNCHED + 1):  # one device alone has no place for so many
+    for _ in range(MAX_LAUNCHED + 1):  # more than one device can hold
         tickets.append(put(callers, engine))
         eventually(lambda: engine.batcher.waiting_images == 0)
     for ticket in tickets:
@@ -569,5 +575,5 @@ def test_a_batch_is_counted_on_the_device_that_took_it(
 
 
 @pytest.mark.parametrize(("dtype", "name"), [(torch.float32, "float32"), (torch.bfloat16, "bfloat16")])
-def test_names_of_types(dtype: torch.dtype, name: str) -> None:
+def test_name_of_a_dtype(dtype: torch.dtype, name: str) -> None:
     assert dtype_name(dtype) == name

@@ -1,4 +1,7 @@
-"""Faults under load, with fake encoders: whoever was let in and stays gets one answer; nothing is left."""
+"""Faults under load, with fake encoders.
+
+Each accepted request whose caller stays gets one answer, and no ticket, task or reserved token remains.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,12 @@ from tests.support.waiting import eventually
 
 Serve = Callable[..., Served]
 
-# Small batches, so that many are made.
+# Batches are small, so that there are many.
 SETTINGS = Settings(decode_threads=2, max_batch_tokens=24, max_queue_tokens=4096)
 
 
-def levels_of(item: EncodeItem) -> int:
-    """The gray level of an image that a fake encoder was given."""
+def level_of(item: EncodeItem) -> int:
+    """The gray level of an image that a fake encoder encodes."""
     return int(item.patches.pixels.flatten()[0])
 
 
@@ -45,7 +48,7 @@ def slowly(items: Sequence[EncodeItem]) -> None:
 
 
 class Held:
-    """Holds what a fake encoder is given until the gate opens, and then may fail, the first time only."""
+    """Holds the batches of a fake encoder until the gate opens. With `error`, the first batch then fails."""
 
     def __init__(self, gate: threading.Event, error: BaseException | None = None) -> None:
         self.is_at_work = threading.Event()
@@ -54,7 +57,7 @@ class Held:
 
     def __call__(self, items: Sequence[EncodeItem]) -> None:
         self.is_at_work.set()
-        while not self._gate.is_set():  # where an exception may be raised from another thread
+        while not self._gate.is_set():  # runs Python, so that `kill` can raise an exception here
             time.sleep(0.001)
         if self._error is not None:
             error, self._error = self._error, None
@@ -62,7 +65,7 @@ class Held:
 
 
 class FailingAtLaunch(FakeEncoder):
-    """Fails in the launching thread, as memory for activations runs out."""
+    """Fails in the launching thread, as happens when memory for activations runs out."""
 
     def launch(self, items: Sequence[EncodeItem]) -> FakeRunning:
         self._fail(items)
@@ -71,7 +74,7 @@ class FailingAtLaunch(FakeEncoder):
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Starts servers and waits until they are ready; ends them."""
+    """Starts servers, waits until they are ready, and stops them at the end."""
     started: list[Served] = []
 
     def start(*encoders: FakeEncoder, **changes: Any) -> Served:
@@ -93,7 +96,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def complaints(log: pytest.LogCaptureFixture) -> list[str]:
-    """Every line that an operator would look into, but one that each demo server says."""
+    """The log lines from WARNING upwards, except the warning of every demo server."""
     return [
         record.getMessage()
         for record in log.records
@@ -108,14 +111,14 @@ def check_answered(answers: Sequence[Answer], requests: Sequence[Sequence[int]])
 
 
 def requests(number: int, *, seed: int = 0, levels: range = range(1, 250)) -> list[list[int]]:
-    """One to three images each, of random levels."""
+    """Requests of one to three images of random gray levels."""
     rng = random.Random(seed)
     return [rng.choices(levels, k=rng.choice([1, 1, 2, 3])) for _ in range(number)]
 
 
 def kill(thread_name: str) -> None:
-    """Raises `SystemExit` in a thread, once it runs Python again."""
-    # The youngest of that name: threads of devices that were lost before cannot be ended.
+    """Raises `SystemExit` in a thread as soon as it runs Python code."""
+    # The newest thread of this name: older ones belong to lost devices and may never end.
     ident = [thread.ident for thread in threading.enumerate() if thread.name == thread_name][-1]
     assert ident is not None
     pending = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(SystemExit))
@@ -123,7 +126,7 @@ def kill(thread_name: str) -> None:
 
 
 class InBackground:
-    """Callers at once, whose answers are waited for later."""
+    """Sends all requests at once. `answers` waits for their answers."""
 
     def __init__(self, port: int, requests: Sequence[Sequence[int]]) -> None:
         self.requests = requests
@@ -137,17 +140,17 @@ class InBackground:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_callers_who_leave_disturb_no_one(
+def test_callers_that_leave_do_not_disturb_others(
     serve: Serve, num_devices: int, log: pytest.LogCaptureFixture
 ) -> None:
     served = serve(*(FakeEncoder(slowly) for _ in range(num_devices)))
     wanted, rng = requests(150), random.Random(1)
-    leavers = set(rng.sample(range(len(wanted)), 45))
+    leaving = set(rng.sample(range(len(wanted)), 45))
 
     async def act(index: int) -> Answer | None:
         await asyncio.sleep(index / 500)
         request = request_of(*wanted[index])
-        if index not in leavers:
+        if index not in leaving:
             return await call(served.port, request)
         num_bytes = rng.choice([len(request), len(request), rng.randrange(len(request))])
         await leave(
@@ -155,27 +158,27 @@ def test_callers_who_leave_disturb_no_one(
         )
         return None
 
-    async def everyone() -> list[Answer | None]:
+    async def act_all() -> list[Answer | None]:
         return await asyncio.gather(*(act(index) for index in range(len(wanted))))
 
-    answers = asyncio.run(everyone())
+    answers = asyncio.run(act_all())
     stayed = [(answer, wanted[index]) for index, answer in enumerate(answers) if answer is not None]
     check_answered([answer for answer, _ in stayed], [levels for _, levels in stayed])
     statuses = served.check_settled(len(wanted))
     assert set(statuses) == {200, 499}
-    assert 10 <= statuses[499] <= 45  # some leave when their answer has just been sent
+    assert 10 <= statuses[499] <= 45  # some callers leave just after their answer was sent
     assert complaints(log) == []
 
 
 @pytest.mark.parametrize(
     ("kind", "error"), [(FakeEncoder, RuntimeError), (FailingAtLaunch, torch.OutOfMemoryError)]
 )
-def test_an_image_that_fails_does_not_take_its_neighbours_along(
+def test_failed_image_does_not_fail_other_requests_of_its_batch(
     serve: Serve, kind: type[FakeEncoder], error: type[Exception], log: pytest.LogCaptureFixture
 ) -> None:
     def fail(items: Sequence[EncodeItem]) -> None:
         slowly(items)
-        if any(levels_of(item) in (66, 77) for item in items):
+        if any(level_of(item) in (66, 77) for item in items):
             raise error("odd shape")
 
     served = serve(kind(fail))
@@ -195,7 +198,7 @@ def test_an_image_that_fails_does_not_take_its_neighbours_along(
     assert served.engine.state is State.READY
 
 
-def test_a_body_that_is_late_is_its_callers_fault(serve: Serve) -> None:
+def test_late_body_is_answered_408_even_if_the_request_times_out_too(serve: Serve) -> None:
     served = serve(FakeEncoder(), request_timeout_s=0.3, body_timeout_s=0.3)
     upload = HeldUpload(served.port)
     assert served.check_settled(1) == {408: 1}
@@ -203,12 +206,12 @@ def test_a_body_that_is_late_is_its_callers_fault(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_deadline_does_not_wait_for_the_device(
+def test_requests_past_their_deadline_are_answered_while_the_device_is_busy(
     serve: Serve, num_devices: int, gate: threading.Event, log: pytest.LogCaptureFixture
 ) -> None:
     served = serve(*(FakeEncoder(Held(gate)) for _ in range(num_devices)), request_timeout_s=0.5)
     late = requests(40)
-    answers = asyncio.run(call_all(served.port, late))  # comes back while the devices still hold
+    answers = asyncio.run(call_all(served.port, late))  # returns while the gate is still closed
     assert Counter((answer.status, answer.code) for answer in answers) == {(504, "deadline_exceeded"): 40}
     assert served.scrape().total("queue_images") == 0
     gate.set()
@@ -220,7 +223,7 @@ def test_a_deadline_does_not_wait_for_the_device(
     assert complaints(log) == []
 
 
-def test_a_slow_device_answers_those_in_time_and_no_one_late(
+def test_slow_device_answers_each_request_before_its_deadline_or_504(
     serve: Serve, log: pytest.LogCaptureFixture
 ) -> None:
     def very_slowly(items: Sequence[EncodeItem]) -> None:
@@ -236,28 +239,28 @@ def test_a_slow_device_answers_those_in_time_and_no_one_late(
     assert complaints(log) == []
 
 
-def test_a_stop_without_delay_finishes_what_was_let_in(
+def test_stop_without_delay_finishes_accepted_requests_and_refuses_new_ones(
     serve: Serve, gate: threading.Event, log: pytest.LogCaptureFixture
 ) -> None:
     served = serve(FakeEncoder(Held(gate)))
-    let_in = InBackground(served.port, requests(40))
+    accepted = InBackground(served.port, requests(40))
     served.wait_until_in_flight(40)
     served.stop()
     served.wait_for(State.DRAINING)
     newcomers = asyncio.run(call_all(served.port, requests(5)))
     assert {(answer.status, answer.code) for answer in newcomers} == {(503, "draining")}
     gate.set()
-    check_answered(let_in.answers(), let_in.requests)
+    check_answered(accepted.answers(), accepted.requests)
     served.wait_for_the_end()
     assert served.check_settled(45) == {200: 40, 503: 5}
     assert complaints(log) == []
 
 
-def test_a_stop_with_a_delay_still_lets_in_until_it_is_over(
+def test_stop_with_delay_accepts_requests_until_the_delay_is_over(
     serve: Serve, gate: threading.Event, log: pytest.LogCaptureFixture
 ) -> None:
     served = serve(FakeEncoder(Held(gate)), shutdown_delay_s=1.0)
-    let_in = InBackground(served.port, requests(20))
+    early = InBackground(served.port, requests(20))
     served.wait_until_in_flight(20)
     served.stop()
     served.wait_for(State.LEAVING)
@@ -269,7 +272,7 @@ def test_a_stop_with_a_delay_still_lets_in_until_it_is_over(
     [newcomer] = asyncio.run(call_all(served.port, [[5]]))
     assert (newcomer.status, newcomer.code) == (503, "draining")
     gate.set()
-    for callers in (let_in, late):
+    for callers in (early, late):
         check_answered(callers.answers(), callers.requests)
     served.wait_for_the_end()
     assert served.check_settled(41) == {200: 40, 503: 1}
@@ -277,7 +280,7 @@ def test_a_stop_with_a_delay_still_lets_in_until_it_is_over(
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_device_error_is_the_answer_to_those_that_it_had(
+def test_device_error_fails_only_the_requests_of_that_device(
     serve: Serve, num_devices: int, gate: threading.Event, log: pytest.LogCaptureFixture
 ) -> None:
     lost, healthy = Held(gate, torch.AcceleratorError("illegal memory access")), Held(gate)
@@ -292,7 +295,7 @@ def test_a_device_error_is_the_answer_to_those_that_it_had(
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_stuck_device_is_given_up(
+def test_stuck_device_is_lost(
     serve: Serve, num_devices: int, gate: threading.Event, log: pytest.LogCaptureFixture
 ) -> None:
     encoders = [FakeEncoder(Held(gate)), FakeEncoder(slowly)][:num_devices]
@@ -305,7 +308,7 @@ def test_a_stuck_device_is_given_up(
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_launching_thread_that_is_killed_is_a_lost_device(
+def test_device_is_lost_if_its_launching_thread_dies(
     serve: Serve, num_devices: int, log: pytest.LogCaptureFixture
 ) -> None:
     served = serve(*(FakeEncoder(slowly) for _ in range(num_devices)))
@@ -314,15 +317,13 @@ def test_a_launching_thread_that_is_killed_is_a_lost_device(
     eventually(lambda: served.engine.is_idle)
     upload = HeldUpload(served.port)
     served.wait_until_in_flight(1)
-    kill("replica-fake_0" if num_devices == 1 else "replica-fake:0_0")  # which waits for a batch
+    kill("replica-fake_0" if num_devices == 1 else "replica-fake:0_0")  # it waits for a batch
     callers = InBackground(served.port, requests(30))
     check_lost(served, callers, upload, num_devices, log, num_before=10)
     assert "SystemExit" in complaints(log)[0]
 
 
-def test_a_finishing_thread_that_is_killed_makes_a_stuck_device(
-    serve: Serve, log: pytest.LogCaptureFixture
-) -> None:
+def test_device_is_stuck_if_its_finishing_thread_dies(serve: Serve, log: pytest.LogCaptureFixture) -> None:
     served = serve(FakeEncoder(slowly), device_timeout_s=1)
     [first] = asyncio.run(call_all(served.port, [[9]]))
     assert first.status == 200
@@ -331,15 +332,16 @@ def test_a_finishing_thread_that_is_killed_makes_a_stuck_device(
     served.wait_until_in_flight(1)
     kill("results-fake_0")
     callers = InBackground(served.port, requests(20))
-    check_lost(served, callers, upload, 1, log, num_before=1, num_lines=2)  # the library says it, too
+    # `concurrent.futures` logs the end of the thread, too.
+    check_lost(served, callers, upload, 1, log, num_before=1, num_lines=2)
     assert "finished nothing" in complaints(log)[1]
-    served.replicas[0]._places.release()  # else the launching thread would keep the tests from ending
+    served.replicas[0]._places.release()  # else the launching thread never ends, nor do the tests
 
 
 @pytest.mark.parametrize(
     ("kind", "thread"), [(FailingAtLaunch, "replica-fake_0"), (FakeEncoder, "results-fake_0")]
 )
-def test_a_thread_that_is_interrupted_in_a_batch_repeats_it(
+def test_batch_runs_again_if_its_thread_is_interrupted(
     serve: Serve,
     kind: type[FakeEncoder],
     thread: str,
@@ -347,7 +349,7 @@ def test_a_thread_that_is_interrupted_in_a_batch_repeats_it(
     log: pytest.LogCaptureFixture,
 ) -> None:
     held = Held(gate)
-    served = serve(kind(held), max_wait_ms=200.0)  # for a first batch of several images
+    served = serve(kind(held), max_wait_ms=200.0)  # so that the first batch has several images
     callers = InBackground(served.port, requests(40))
     eventually(held.is_at_work.is_set)
     served.wait_until_in_flight(40)
@@ -369,9 +371,9 @@ def check_lost(
     num_before: int = 0,
     num_lines: int = 1,
 ) -> None:
-    """One device is lost. The other, if there is one, ends what is left; then the server ends itself.
+    """One device is lost. The other one, if there is one, finishes the rest. Then the server ends by itself.
 
-    `upload` keeps it from ending before every caller was let in or refused.
+    The open `upload` keeps the server running until every request has been accepted or refused.
     """
     answers = callers.answers()
     refused = [answer for answer in answers if answer.status != 200]
@@ -388,7 +390,7 @@ def check_lost(
     assert httpx.get(f"http://127.0.0.1:{served.port}/healthz").status_code == 503
     upload.leave()
     served.wait_for_the_end()
-    assert served.engine.state is State.FAILED  # which the process exits 1 for
+    assert served.engine.state is State.FAILED  # so that the process exits with 1
     assert served.check_settled(len(answers) + num_before + 1)[499] == 1
     assert served.scrape().total("device_up") == num_devices - 1
     assert len([line for line in complaints(log) if "ends without it" not in line]) == num_lines
@@ -409,14 +411,14 @@ def put(batcher: Batcher, num_images: int) -> None:
     batcher.put(ticket, [EncodeItem(patches, OutputSpec(pooled=True, deepstack=False))] * num_images)
 
 
-def test_a_device_whose_thread_died_while_idle_gets_no_share() -> None:
+def test_device_whose_thread_died_while_idle_gets_no_share() -> None:
     async def scenario() -> int:
         batcher = queue()
         with ThreadPoolExecutor(1, thread_name_prefix="taking") as pool:
             taking = pool.submit(batcher.take, "first")
             await asyncio.sleep(0.05)
             kill("taking_0")
-            put(batcher, 4)  # wakes it up
+            put(batcher, 4)  # wakes the thread, which then exits
             with pytest.raises(SystemExit):
                 taking.result(10)
         batcher.lose("first", DeviceError("first", SystemExit()))
@@ -427,10 +429,10 @@ def test_a_device_whose_thread_died_while_idle_gets_no_share() -> None:
     assert asyncio.run(scenario()) == 4
 
 
-def test_a_wait_for_more_images_always_ends() -> None:
+def test_waiting_for_more_images_always_ends() -> None:
     async def scenario() -> None:
         with ThreadPoolExecutor(1) as pool:
-            for number in range(2000):  # waits that are over while it is looked whether they are
+            for number in range(2000):  # some waits end while `take` computes whether they have
                 batcher = queue(max_wait_s=number % 100 * 2e-7)
                 put(batcher, 1)
                 taking = pool.submit(batcher.take, "first")

@@ -42,11 +42,11 @@ def scrape(process: Process) -> Scrape:
 
 
 def large_images(number: int) -> bytes:
-    """A request that takes seconds to encode, and little to decode."""
+    """A request that takes seconds to encode, and much less to decode."""
     return post(*[png(np.zeros((1024, 1024, 3), dtype=np.uint8))] * number)
 
 
-def test_callers_who_leave_and_a_signal_disturb_no_one(
+def test_callers_that_leave_and_a_signal_do_not_disturb_others(
     start: Start, known: list[tuple[bytes, list[float]]]
 ) -> None:
     process = start("--data-parallel-size", "2")
@@ -62,11 +62,11 @@ def test_callers_who_leave_and_a_signal_disturb_no_one(
         num_bytes = rng.choice([len(request), rng.randrange(len(request))])
         await leave(port, request, num_bytes=num_bytes, wait_s=rng.uniform(0, 0.2), reset=index % 2 == 0)
 
-    async def everyone() -> None:
+    async def act_all() -> None:
         await asyncio.gather(*(act(index) for index in range(100)))
 
-    asyncio.run(everyone())
-    wait_for_metric(process.url, "requests_in_flight 1.0")  # the one for metrics
+    asyncio.run(act_all())
+    wait_for_metric(process.url, "requests_in_flight 1.0")  # the request for the metrics
     found = scrape(process)
     assert sum(found.statuses().values()) == 100
     assert set(found.statuses()) == {200, 499}
@@ -79,7 +79,7 @@ def test_callers_who_leave_and_a_signal_disturb_no_one(
     assert [line for line in process.log if FAULT.search(line)] == []
 
 
-def test_a_delayed_end_refuses_no_one_before_it_is_time(
+def test_no_request_is_refused_before_the_shutdown_delay_is_over(
     start: Start, known: list[tuple[bytes, list[float]]]
 ) -> None:
     process = start("--shutdown-delay-s", "1.5")
@@ -93,15 +93,15 @@ def test_a_delayed_end_refuses_no_one_before_it_is_time(
     assert [line for line in process.log if FAULT.search(line)] == []
 
 
-def test_a_device_that_finishes_nothing_holds_no_one_and_ends_the_process_with_1(start: Start) -> None:
-    environ = {"OMP_NUM_THREADS": "1"}  # slow on every machine
+def test_stuck_device_does_not_delay_answers_and_the_process_exits_with_1(start: Start) -> None:
+    environ = {"OMP_NUM_THREADS": "1"}  # so that a batch takes seconds on every machine
     process = start("--request-timeout-s", "2", "--device-timeout-s", "3", environ=environ)
     port = port_of(process)
 
-    async def everyone() -> list[Answer]:
+    async def call_four() -> list[Answer]:
         return await asyncio.gather(*(call(port, large_images(16)) for _ in range(4)))
 
-    codes = Counter((answer.status, answer.code) for answer in asyncio.run(everyone()))
+    codes = Counter((answer.status, answer.code) for answer in asyncio.run(call_four()))
     assert codes == {(504, "deadline_exceeded"): 4}
     assert process.exit_code() == 1
     [lost, *rest] = [line for line in process.log if FAULT.search(line)]

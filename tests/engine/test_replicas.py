@@ -26,13 +26,13 @@ def test_settings_reach_the_encoder_of_each_replica() -> None:
         assert encoder.graphs.graphs == {}
 
 
-def test_a_single_replica_has_the_name_of_its_device() -> None:
+def test_single_replica_has_the_name_of_its_device() -> None:
     group = load_replicas(Settings(device="cpu"))
     group.close()
     assert [replica.name for replica in group.replicas] == ["cpu"]
 
 
-def test_too_few_devices_are_an_error_before_anything_is_loaded() -> None:
+def test_missing_device_is_an_error_before_loading() -> None:
     with pytest.raises(ModelError, match="device 'cuda:99' is not here"):
         load_replicas(Settings(device="cuda:99"))
 
@@ -53,7 +53,7 @@ def test_too_few_devices_are_an_error_before_anything_is_loaded() -> None:
         ),
     ],
 )
-def test_graphs_are_captured_on_a_gpu(
+def test_graphs_are_captured_only_on_a_gpu(
     settings: Settings, device: torch.device, expected: CudaGraphSettings | None
 ) -> None:
     assert graph_settings(settings, device) == expected
@@ -66,6 +66,6 @@ def test_graphs_are_captured_on_a_gpu(
         (Settings(encoder_cudagraph_token_budgets=(64,)), "--encoder-cudagraph-token-budgets"),
     ],
 )
-def test_who_asks_for_graphs_is_told_that_there_is_no_gpu(settings: Settings, flag: str) -> None:
+def test_settings_that_need_graphs_are_refused_without_a_gpu(settings: Settings, flag: str) -> None:
     with pytest.raises(ModelError, match=f"{flag} needs CUDA graphs, and no CUDA device is here"):
         graph_settings(settings, CPU)

@@ -1,6 +1,6 @@
-"""Processes that are forked from one which has imported the service already.
+"""Processes that are forked from a process that has already imported the service.
 
-For tests that are not about the start of a process: a new interpreter takes two seconds to import torch.
+Use them in tests that are not about the start of a process: a new interpreter imports torch for two seconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PRELOADED = ["service.server", "service.processes.supervisor.supervisor", "test
 
 
 class ForkedProcess:
-    """One process, with the methods of `subprocess.Popen` that tests use."""
+    """A forked process with those methods of `subprocess.Popen` that tests use."""
 
     def __init__(self, target: Callable[..., None], *arguments: object) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -35,11 +35,11 @@ class ForkedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code; for a signal, the negative number; None while the process runs."""
+        """The exit code, or the negative number of the signal that ended the process. None while it runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Waits for its end and returns the exit code. Raises `TimeoutError`."""
+        """Waits for the end and returns the exit code. Raises `TimeoutError` after `timeout` seconds."""
         self._process.join(timeout)
         code = self._process.exitcode
         if code is None:
@@ -55,12 +55,12 @@ class ForkedProcess:
 
 
 def serve(flags: list[str], environ: Mapping[str, str], out: Connection, err: Connection) -> ForkedProcess:
-    """`vision-sidecar serve` in a process group of its own, which writes to these ends of pipes."""
+    """Runs `vision-sidecar serve` in its own process group. `out` and `err` are its stdout and stderr."""
     return ForkedProcess(_serve, flags, {**os.environ, **environ}, out, err)
 
 
 def spawn(module: str, line: Link) -> ForkedProcess:
-    """In place of `members.spawn`: `main` of a module, with the end of a line."""
+    """Replaces `members.spawn`: runs `main` of a module with its end of the line to the supervisor."""
     return ForkedProcess(_run_main, module, line.socket)
 
 
