@@ -199,7 +199,7 @@ def test_failed_image_does_not_fail_other_requests_of_its_batch(
 
 
 def test_late_body_is_answered_408_even_if_the_request_times_out_too(serve: Serve) -> None:
-    served = serve(FakeEncoder(), request_timeout_s=0.3, body_timeout_s=0.3)
+    served = serve(FakeEncoder(), request_timeout_s=0.1, body_timeout_s=0.1)
     upload = HeldUpload(served.port)
     assert served.check_settled(1) == {408: 1}
     upload.leave()
@@ -229,12 +229,12 @@ def test_slow_device_answers_each_request_before_its_deadline_or_504(
     def very_slowly(items: Sequence[EncodeItem]) -> None:
         time.sleep(0.05)
 
-    served = serve(FakeEncoder(very_slowly), request_timeout_s=0.8)
-    wanted = requests(120)
+    served = serve(FakeEncoder(very_slowly), request_timeout_s=0.5)
+    wanted = requests(60)
     answers = asyncio.run(call_all(served.port, wanted))
     fine = [(answer, levels) for answer, levels in zip(answers, wanted, strict=True) if answer.status == 200]
     check_answered([answer for answer, _ in fine], [levels for _, levels in fine])
-    statuses = served.check_settled(120)
+    statuses = served.check_settled(60)
     assert set(statuses) == {200, 504}
     assert complaints(log) == []
 
@@ -299,12 +299,12 @@ def test_stuck_device_is_lost(
     serve: Serve, num_devices: int, gate: threading.Event, log: pytest.LogCaptureFixture
 ) -> None:
     encoders = [FakeEncoder(Held(gate)), FakeEncoder(slowly)][:num_devices]
-    served = serve(*encoders, device_timeout_s=1)
+    served = serve(*encoders, device_timeout_s=0.5)
     upload = HeldUpload(served.port)
     served.wait_until_in_flight(1)
     callers = InBackground(served.port, requests(60))
     check_lost(served, callers, upload, num_devices, log)
-    assert "finished nothing for 1 s" in complaints(log)[0]
+    assert "finished nothing for 0.5 s" in complaints(log)[0]
 
 
 @pytest.mark.parametrize("num_devices", [1, 2])
@@ -324,7 +324,7 @@ def test_device_is_lost_if_its_launching_thread_dies(
 
 
 def test_device_is_stuck_if_its_finishing_thread_dies(serve: Serve, log: pytest.LogCaptureFixture) -> None:
-    served = serve(FakeEncoder(slowly), device_timeout_s=1)
+    served = serve(FakeEncoder(slowly), device_timeout_s=0.5)
     [first] = asyncio.run(call_all(served.port, [[9]]))
     assert first.status == 200
     eventually(lambda: served.engine.is_idle)
