@@ -215,7 +215,10 @@ class QueueState:
         ]
 
     def _pop(self, max_tokens: int, now: float) -> list[QueuedImage]:
-        """Images from the front, at least one, as long as they fit. A retry is returned alone."""
+        """Images from the front, at least one, as long as they fit. A retry is returned alone.
+
+        All retries wait in front of the other images.
+        """
         images: list[QueuedImage] = []
         num_tokens = 0
         while self.waiting:
@@ -224,13 +227,13 @@ class QueueState:
                 self.end(image.ticket, DeadlineExceeded())
                 continue
             num_tokens += image.num_tokens
-            if images and (num_tokens > max_tokens or image.is_retry):
+            if images and num_tokens > max_tokens:
                 break
             self._remove(image)
             image.ticket.taken(now)
-            if image.is_retry:
-                return [image]
             images.append(image)
+            if image.is_retry:
+                break
         return images
 
     def _remove(self, image: QueuedImage) -> None:

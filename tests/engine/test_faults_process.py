@@ -42,14 +42,15 @@ def scrape(process: Process) -> Scrape:
 
 
 def large_images(number: int) -> bytes:
-    """A request that takes seconds to encode and is decoded fast."""
+    """A request that takes seconds to encode, and much less to decode."""
     return post(*[png(np.zeros((1024, 1024, 3), dtype=np.uint8))] * number)
 
 
-def test_disconnects_and_a_stop_signal_do_not_affect_other_requests(
+def test_callers_that_leave_and_a_signal_do_not_disturb_others(
     start: Start, known: list[tuple[bytes, list[float]]]
 ) -> None:
-    process = start("--data-parallel-size", "2")
+    # One thread for each replica: more would compete for the cores of a small machine.
+    process = start("--data-parallel-size", "2", environ={"OMP_NUM_THREADS": "1"})
     port, rng = port_of(process), random.Random(5)
 
     async def act(index: int) -> None:
@@ -63,12 +64,12 @@ def test_disconnects_and_a_stop_signal_do_not_affect_other_requests(
         await leave(port, request, num_bytes=num_bytes, wait_s=rng.uniform(0, 0.2), reset=index % 2 == 0)
 
     async def act_all() -> None:
-        await asyncio.gather(*(act(index) for index in range(100)))
+        await asyncio.gather(*(act(index) for index in range(60)))
 
     asyncio.run(act_all())
-    wait_for_metric(process.url, "requests_in_flight 1.0")  # the request for /metrics itself
+    wait_for_metric(process.url, "requests_in_flight 1.0")  # the request for the metrics
     found = scrape(process)
-    assert sum(found.statuses().values()) == 100
+    assert sum(found.statuses().values()) == 60
     assert set(found.statuses()) == {200, 499}
     found.check_at_rest()
 
@@ -79,7 +80,7 @@ def test_disconnects_and_a_stop_signal_do_not_affect_other_requests(
     assert [line for line in process.log if FAULT.search(line)] == []
 
 
-def test_requests_are_answered_until_the_shutdown_delay_is_over(
+def test_no_request_is_refused_before_the_shutdown_delay_is_over(
     start: Start, known: list[tuple[bytes, list[float]]]
 ) -> None:
     process = start("--shutdown-delay-s", "1.5")
@@ -93,19 +94,19 @@ def test_requests_are_answered_until_the_shutdown_delay_is_over(
     assert [line for line in process.log if FAULT.search(line)] == []
 
 
-def test_requests_of_a_stuck_device_time_out_and_the_process_exits_with_1(start: Start) -> None:
-    environ = {"OMP_NUM_THREADS": "1"}  # slow on every machine
-    process = start("--request-timeout-s", "2", "--device-timeout-s", "3", environ=environ)
+def test_stuck_device_does_not_delay_answers_and_the_process_exits_with_1(start: Start) -> None:
+    environ = {"OMP_NUM_THREADS": "1"}  # so that a batch takes seconds on every machine
+    process = start("--request-timeout-s", "1", "--device-timeout-s", "2", environ=environ)
     port = port_of(process)
 
-    async def act_all() -> list[Answer]:
+    async def call_four() -> list[Answer]:
         return await asyncio.gather(*(call(port, large_images(16)) for _ in range(4)))
 
-    codes = Counter((answer.status, answer.code) for answer in asyncio.run(act_all()))
+    codes = Counter((answer.status, answer.code) for answer in asyncio.run(call_four()))
     assert codes == {(504, "deadline_exceeded"): 4}
     assert process.exit_code() == 1
     [lost, *rest] = [line for line in process.log if FAULT.search(line)]
     assert (
-        "CRITICAL service.engine.engine: device cpu is lost: it has work and finished nothing for 3 s" in lost
+        "CRITICAL service.engine.engine: device cpu is lost: it has work and finished nothing for 2 s" in lost
     )
     assert all("the process ends without it" in line for line in rest)

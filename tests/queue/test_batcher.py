@@ -1,4 +1,4 @@
-"""The queue with threads: waiting, waking, and what a device's future does."""
+"""The queue with threads: waiting, waking, and the results of batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOST = torch.AcceleratorError("illegal memory access")
 
 
 class Batch:
-    """What a device has taken, until the test ends it."""
+    """A batch that a device has taken. The test ends it."""
 
     def __init__(self, device: str, items: Sequence[EncodeItem], future: Future[BatchResult]) -> None:
         self.device = device
@@ -42,7 +42,7 @@ class Batch:
         return sum(image.patches.num_tokens for image in self.items)
 
     def finish(self) -> None:
-        """Each embedding is the value of its image."""
+        """Ends the batch. Each embedding is the value of its image."""
         embeddings = tuple(torch.tensor([value]) for value in self.values)
         stats = BatchStats(self.device, len(self.items), self.num_tokens, 0, {}, {}, 0, 0.1)
         now = time.perf_counter()
@@ -53,7 +53,7 @@ class Batch:
 
 
 class Queue:
-    """A queue with devices, and callers that wait for it."""
+    """A queue with devices and callers."""
 
     def __init__(
         self,
@@ -80,13 +80,13 @@ class Queue:
         return self.callers.put(self.batcher, *images, deadline=deadline)
 
     def take(self, device: str = "a") -> Batch:
-        """In another thread, so that a queue that gives nothing cannot hold the test up."""
+        """Takes a batch in another thread, so that the test fails, rather than hangs, if there is none."""
         taken = self._threads.submit(self.batcher.take, device).result(10)
-        assert taken is not None, "the queue has no more"
+        assert taken is not None, "no more batches"
         return Batch(device, *taken)
 
     def waiting(self, device: str = "a") -> Future[Batch | None]:
-        """A device that has come for a batch and got none yet."""
+        """Calls `take` in another thread, and returns once it waits."""
 
         def take() -> Batch | None:
             taken = self.batcher.take(device)
@@ -97,7 +97,7 @@ class Queue:
         return future
 
     def wait(self, device: str = "a") -> Future[bool]:
-        """A device that waits for its turn."""
+        """Calls `Batcher.wait` in another thread."""
         return self._threads.submit(self.batcher.wait, device)
 
     def poll(self, device: str = "a", num_idle_others: int = 0) -> Batch | None:
@@ -151,7 +151,7 @@ def code_of(error: Exception) -> str:
 # Order and batches
 
 
-def test_a_batch_is_taken_run_and_handed_out(make: Make) -> None:
+def test_batch_is_taken_run_and_handed_out(make: Make) -> None:
     queue = make()
     tickets = [queue.put(item(4, 1), item(4, 2)), queue.put(item(4, 3))]
     first, second = queue.take(), queue.take()
@@ -165,7 +165,7 @@ def test_a_batch_is_taken_run_and_handed_out(make: Make) -> None:
     assert queue.lost == []
 
 
-def test_a_failed_batch_runs_again_one_image_at_a_time(make: Make) -> None:
+def test_failed_batch_runs_again_one_image_at_a_time(make: Make) -> None:
     queue = make()
     ticket = queue.put(item(2, 1), item(2, 2))
     queue.take().fail(torch.OutOfMemoryError("CUDA out of memory"))
@@ -177,7 +177,7 @@ def test_a_failed_batch_runs_again_one_image_at_a_time(make: Make) -> None:
     assert queue.lost == []
 
 
-def test_a_device_error_ends_its_requests_and_the_others_go_on(make: Make) -> None:
+def test_device_error_ends_only_the_requests_of_that_device(make: Make) -> None:
     queue = make("a", "b")
     lost, kept = queue.put(item(10, 1)), queue.put(item(10, 2))
     dying, working = queue.take("a"), queue.take("b")
@@ -191,10 +191,10 @@ def test_a_device_error_ends_its_requests_and_the_others_go_on(make: Make) -> No
     queue.assert_empty()
 
 
-# Waiting for more
+# Waiting for more images
 
 
-def test_an_idle_device_takes_an_image_at_once(make: Make) -> None:
+def test_idle_device_takes_an_image_at_once(make: Make) -> None:
     queue = make()
     taking = queue.waiting()
     queue.put(item(1, 7))
@@ -203,7 +203,7 @@ def test_an_idle_device_takes_an_image_at_once(make: Make) -> None:
     assert batch.values == [7]
 
 
-def test_a_batch_waits_for_more_images_for_max_wait_s(make: Make) -> None:
+def test_batch_waits_max_wait_s_for_more_images(make: Make) -> None:
     queue = make(max_wait_s=0.15)
     taking = queue.waiting()
     started = time.perf_counter()
@@ -215,7 +215,7 @@ def test_a_batch_waits_for_more_images_for_max_wait_s(make: Make) -> None:
     assert time.perf_counter() - started >= 0.15
 
 
-def test_a_full_batch_does_not_wait(make: Make) -> None:
+def test_full_batch_does_not_wait(make: Make) -> None:
     queue = make(max_wait_s=3600.0)
     taking = queue.waiting()
     queue.put(item(4, 1))
@@ -225,7 +225,7 @@ def test_a_full_batch_does_not_wait(make: Make) -> None:
     assert batch.values == [1, 2]
 
 
-def test_a_device_does_not_wait_if_a_batch_became_due_just_before(make: Make) -> None:
+def test_device_does_not_wait_if_a_batch_became_due_just_before(make: Make) -> None:
     queue = make()
     queue.put(item(1, 1))
 
@@ -251,7 +251,7 @@ def test_idle_devices_share_the_waiting_images(make: Make) -> None:
     assert queue.answer(ticket) == list(range(9))
 
 
-def test_a_busy_device_leaves_a_batch_to_an_idle_one(make: Make) -> None:
+def test_busy_device_leaves_a_batch_to_an_idle_one(make: Make) -> None:
     queue = make("a", "b")
     queue.put(item(1, 1))
     first = queue.take("a")
@@ -261,18 +261,18 @@ def test_a_busy_device_leaves_a_batch_to_an_idle_one(make: Make) -> None:
     assert batch is not None
     assert not busy.done()
     queue.put(item(1, 3))
-    prepared = busy.result(10)  # now both are busy
+    prepared = busy.result(10)  # both devices are busy now
     assert prepared is not None
     for done in (first, batch, prepared):
         done.finish()
     queue.assert_empty()
 
 
-def test_images_that_an_idle_device_leaves_go_to_a_busy_one(make: Make) -> None:
+def test_busy_device_takes_the_images_that_an_idle_one_leaves(make: Make) -> None:
     queue = make("a", "b")
     queue.put(item(1, 1))
     first = queue.take("a")
-    queue.batcher._state.devices["b"].is_waiting = True  # and slow to wake up: the busy one looks first
+    queue.batcher._state.devices["b"].is_waiting = True  # but it wakes late, after the busy device
     queue.put(item(8, 2), item(8, 3))
     busy = queue.waiting("a")
     assert queue.take("b").values == [2]
@@ -282,7 +282,7 @@ def test_images_that_an_idle_device_leaves_go_to_a_busy_one(make: Make) -> None:
     first.finish()
 
 
-def test_a_device_that_does_not_wait_for_a_batch_gets_no_share(make: Make) -> None:
+def test_device_that_does_not_wait_for_a_batch_gets_no_share(make: Make) -> None:
     queue = make("a", "b", max_batch_tokens=100)
     waiting = queue.waiting("a")
     queue.put(item(1, 1))
@@ -293,7 +293,7 @@ def test_a_device_that_does_not_wait_for_a_batch_gets_no_share(make: Make) -> No
     assert len(queue.take("b").items) == 4
 
 
-# Devices that are granted their turn by another process
+# Devices in other processes, which call `wait` and `poll`
 
 
 def test_wait_takes_nothing_and_poll_forms_the_batch(make: Make) -> None:
@@ -311,7 +311,7 @@ def test_wait_takes_nothing_and_poll_forms_the_batch(make: Make) -> None:
     queue.assert_empty()
 
 
-def test_poll_may_find_nothing_left(make: Make) -> None:
+def test_poll_returns_none_if_no_image_waits(make: Make) -> None:
     queue = make()
     assert queue.poll() is None
     ticket = queue.put(item(1, 1))
@@ -339,8 +339,8 @@ def test_poll_ends_requests_past_their_deadline(make: Make) -> None:
     assert queue.answer(in_time) == [2]
 
 
-def test_a_device_inside_wait_is_not_idle(make: Make) -> None:
-    """It may be busy for others."""
+def test_device_inside_wait_is_not_idle(make: Make) -> None:
+    """It may be busy with batches of other API servers."""
     queue = make("a", "b", max_batch_tokens=100)
     waiting = queue.wait("b")
     queue.put(*[item(1, value) for value in range(4)])
@@ -348,7 +348,7 @@ def test_a_device_inside_wait_is_not_idle(make: Make) -> None:
     assert queue.take("a").values == [0, 1, 2, 3]
 
 
-def test_poll_finds_nothing_once_the_request_is_cancelled(make: Make) -> None:
+def test_poll_returns_none_once_the_request_is_cancelled(make: Make) -> None:
     queue = make("a", "b", max_batch_tokens=100)
     ticket = queue.put(item(1, 1))
     assert queue.wait("b").result(10)
@@ -395,16 +395,10 @@ def test_wait_and_poll_return_for_a_lost_device_and_after_close(
     assert not queue.wait("a").result(10)
 
 
-# Admission
-
-
-# Ends before the answer
-
-
 # Batches that fail
 
 
-def test_a_waiting_device_is_woken_for_a_retry(make: Make) -> None:
+def test_retry_wakes_a_waiting_device(make: Make) -> None:
     queue = make()
     queue.put(item(2, 1), item(2, 2))
     batch = queue.take()
@@ -418,7 +412,7 @@ def test_a_waiting_device_is_woken_for_a_retry(make: Make) -> None:
 # Devices that fail
 
 
-def test_a_device_is_lost_once(make: Make) -> None:
+def test_device_is_lost_once(make: Make) -> None:
     queue = make()
     queue.put(item(10), item(10))
     batches = [queue.take(), queue.take()]
@@ -427,12 +421,12 @@ def test_a_device_is_lost_once(make: Make) -> None:
     assert queue.lost == ["a"]
 
 
-def test_a_lost_device_is_not_idle(make: Make) -> None:
+def test_lost_device_is_not_idle(make: Make) -> None:
     queue = make("a", "b", max_batch_tokens=100)
     lost = queue.waiting("b")
     queue.batcher.lose("b", DeviceError("b", LOST))
     assert lost.result(10) is None
-    queue.batcher._state.devices["b"].is_waiting = True  # as its thread was killed in the middle
+    queue.batcher._state.devices["b"].is_waiting = True  # as if its thread had been killed while it waited
     queue.put(*[item(1)] * 4)
     assert len(queue.take("a").items) == 4
 
@@ -447,15 +441,15 @@ def test_close_makes_take_return(make: Make) -> None:
 # Random histories
 
 
-@pytest.mark.parametrize("is_in_turn", [False, True])
-def test_many_threads_at_once(make: Make, is_in_turn: bool) -> None:
-    """Devices in threads of their own, callers in others; every fourth caller leaves."""
+@pytest.mark.parametrize("uses_poll", [False, True])
+def test_many_threads_lose_no_request_and_leave_nothing_reserved(make: Make, uses_poll: bool) -> None:
+    """Each device and each caller has a thread. One of the four callers cancels its requests."""
     names = ("a", "b", "c")
     queue = make(*names, max_batch_tokens=16, max_queue_tokens=10**6)
     tickets = [queue.callers.ticket() for _ in range(400)]
 
     def batches(name: str) -> Iterator[Batch]:
-        if is_in_turn:
+        if uses_poll:
             while queue.batcher.wait(name):
                 if batch := queue.poll(name):
                     yield batch

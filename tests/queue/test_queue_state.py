@@ -1,4 +1,4 @@
-"""The policy of the queue without threads or a clock, and a state machine over random histories of it."""
+"""The policy of the queue, without threads or a clock, in single steps and in random histories."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NEVER = float("inf")
 
 
 class Queue:
-    """A queue state whose time is `now`, in seconds, and callers that wait for it."""
+    """A queue state with devices and callers. Its time is `now`, in seconds."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Queue:
         self.wake()
 
     def put(self, *images: EncodeItem, deadline: float = NEVER) -> Ticket:
-        """The ticket of a request whose tokens are reserved and whose images are queued."""
+        """Reserves the tokens of a request and queues its images. Returns its ticket."""
         ticket = self.callers.ticket(deadline)
         self.reserve(ticket, sum(image.patches.num_tokens for image in images))
         self.enqueue(ticket, images)
@@ -86,7 +86,7 @@ class Queue:
         self.end(ticket, Abandoned())
 
     def lose(self, device: str) -> bool:
-        """Whether it was not lost before."""
+        """False if the device was lost before."""
         is_news = self.state.mark_lost(device)
         if is_news:
             self.state.end_lost(device)
@@ -101,7 +101,7 @@ class Queue:
 
     @property
     def waiting(self) -> tuple[int, int]:
-        """Images and tokens."""
+        """The number of waiting images, and of their tokens."""
         return len(self.state.waiting), self.state.waiting_tokens
 
     def assert_empty(self) -> None:
@@ -111,7 +111,7 @@ class Queue:
 
 
 class Batch:
-    """What a device has taken, until the test ends it."""
+    """A batch that a device has taken. The test ends it."""
 
     def __init__(self, queue: Queue, device: str, taken: TakenBatch) -> None:
         self.queue = queue
@@ -131,7 +131,7 @@ class Batch:
         return sum(image.patches.num_tokens for image in self.items)
 
     def finish(self) -> None:
-        """Each embedding is the value of its image."""
+        """Ends the batch. Each embedding is the value of its image."""
         embeddings = tuple(torch.tensor([value]) for value in self.values)
         result = BatchResult(embeddings, (), self.queue.now, self.queue.now)
         self.queue.state.finish_batch(self.device, self.taken.number, result, self.queue.now)
@@ -163,27 +163,25 @@ def code_of(error: Exception) -> str:
     return error.code
 
 
-def test_images_are_taken_in_order_up_to_the_tokens_of_a_batch(make: Make) -> None:
+def test_images_are_taken_in_order_up_to_max_batch_tokens(make: Make) -> None:
     queue = make()
     tickets = [queue.put(item(4, 1), item(4, 2)), queue.put(item(4, 3)), queue.put(item(1, 4))]
     first, second = queue.take(), queue.take()
-    assert [first.values, second.values] == [
-        [1, 2],
-        [3, 4],
-    ]  # images never overtake each other
+    # Images never overtake each other.
+    assert [first.values, second.values] == [[1, 2], [3, 4]]
     second.finish()
     first.finish()
     assert [queue.answer(ticket) for ticket in tickets] == [[1, 2], [3], [4]]
     queue.assert_empty()
 
 
-def test_an_image_larger_than_a_batch_is_a_batch_alone(make: Make) -> None:
+def test_image_larger_than_a_batch_runs_alone(make: Make) -> None:
     queue = make()
     queue.put(item(1, 1), item(25, 2), item(1, 3))
     assert [queue.take().values for _ in range(3)] == [[1], [2], [3]]
 
 
-def test_a_request_may_be_split_over_batches(make: Make) -> None:
+def test_request_may_be_split_over_batches(make: Make) -> None:
     queue = make()
     ticket = queue.put(*[item(6, value) for value in range(3)])
     batches = [queue.take() for _ in range(3)]
@@ -224,7 +222,7 @@ def test_idle_devices_get_equal_shares(make: Make, num_idle_others: int, share: 
     assert queue.answer(ticket) == list(range(6))
 
 
-def test_a_request_reserves_all_of_its_tokens_or_none(make: Make) -> None:
+def test_request_reserves_all_of_its_tokens_or_none(make: Make) -> None:
     queue = make(max_queue_tokens=20)
     queue.put(item(8), item(7))
     with pytest.raises(TooManyRequests) as caught:
@@ -234,7 +232,7 @@ def test_a_request_reserves_all_of_its_tokens_or_none(make: Make) -> None:
     queue.put(item(5))
     with pytest.raises(TooManyRequests):
         queue.state.check_room()
-    queue.take()  # what a device has taken no longer counts
+    queue.take()  # taken images no longer count
     queue.state.check_room()
     queue.put(item(8))
 
@@ -261,7 +259,7 @@ def test_more_tokens_than_the_limit_are_too_large(make: Make) -> None:
     assert "40" in str(caught.value)
 
 
-def test_an_ended_request_reserves_nothing(make: Make) -> None:
+def test_ended_request_reserves_nothing(make: Make) -> None:
     queue = make()
     ticket = queue.callers.ticket()
     queue.cancel(ticket)
@@ -282,7 +280,7 @@ def test_retry_after_is_the_time_to_encode_the_queue(make: Make, tokens_per_s: f
     assert caught.value.headers() == {"Retry-After": str(seconds)}
 
 
-def test_a_lost_device_does_not_count_towards_retry_after(make: Make) -> None:
+def test_lost_device_does_not_count_towards_retry_after(make: Make) -> None:
     queue = make("a", "b", max_queue_tokens=100)
     for name, tokens_per_s in (("a", 1000.0), ("b", 50.0)):
         queue.state.devices[name].tokens_per_s = tokens_per_s
@@ -293,7 +291,7 @@ def test_a_lost_device_does_not_count_towards_retry_after(make: Make) -> None:
     assert caught.value.retry_after_s == 4
 
 
-def test_the_rate_of_a_device_is_measured(make: Make) -> None:
+def test_retry_after_follows_from_the_measured_rate(make: Make) -> None:
     queue = make(max_queue_tokens=1000, max_batch_tokens=50)
     queue.put(item(50))
     batch = queue.take()
@@ -306,7 +304,7 @@ def test_the_rate_of_a_device_is_measured(make: Make) -> None:
     assert caught.value.retry_after_s == 5
 
 
-def test_a_cancelled_request_is_skipped_and_releases_its_tokens(make: Make) -> None:
+def test_cancelled_request_is_skipped_and_releases_its_tokens(make: Make) -> None:
     queue = make()
     leaving, staying = queue.put(item(4, 1), item(4, 2)), queue.put(item(4, 3))
     queue.cancel(leaving)
@@ -334,7 +332,7 @@ def test_cancelling_a_running_request_does_not_affect_its_neighbours(make: Make)
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
-def test_a_cancelled_request_gets_nothing_from_its_batch_and_the_others_get_theirs(
+def test_cancelled_request_gets_no_embeddings_from_a_running_batch_and_others_do(
     order: tuple[int, int], make: Make
 ) -> None:
     queue = make()
@@ -347,7 +345,7 @@ def test_a_cancelled_request_gets_nothing_from_its_batch_and_the_others_get_thei
     queue.assert_empty()
 
 
-def test_a_request_ends_once(make: Make) -> None:
+def test_request_ends_once(make: Make) -> None:
     queue = make()
     ticket = queue.put(item(1, 5))
     batch = queue.take()
@@ -395,7 +393,7 @@ def test_images_of_a_failed_batch_run_again_alone_and_first(make: Make) -> None:
     queue.assert_empty()
 
 
-def test_an_image_that_fails_alone_does_not_run_again(make: Make) -> None:
+def test_image_that_fails_alone_does_not_run_again(make: Make) -> None:
     queue = make()
     ticket = queue.put(item(2, 1))
     queue.take().fail(RuntimeError("odd shape"))
@@ -403,7 +401,7 @@ def test_an_image_that_fails_alone_does_not_run_again(make: Make) -> None:
     queue.assert_empty()
 
 
-def test_a_cancelled_request_does_not_run_again(make: Make) -> None:
+def test_cancelled_request_does_not_run_again(make: Make) -> None:
     queue = make()
     leaving, staying = queue.put(item(2, 1)), queue.put(item(2, 2))
     batch = queue.take()
@@ -415,7 +413,7 @@ def test_a_cancelled_request_does_not_run_again(make: Make) -> None:
     queue.assert_empty()
 
 
-def test_a_request_cancelled_before_its_retry_is_skipped(make: Make) -> None:
+def test_request_cancelled_before_its_retry_is_skipped(make: Make) -> None:
     queue = make()
     leaving = queue.put(item(2, 1), item(2, 2))
     queue.take().fail(RuntimeError("odd shape"))
@@ -425,7 +423,7 @@ def test_a_request_cancelled_before_its_retry_is_skipped(make: Make) -> None:
     queue.assert_empty()
 
 
-def test_requests_of_a_lost_device_end_and_the_others_go_on(make: Make) -> None:
+def test_lost_device_ends_only_its_own_requests(make: Make) -> None:
     queue = make("a", "b")
     lost, kept = queue.put(item(10, 1), item(10, 2)), queue.put(item(10, 3))
     dying, working = queue.take("a"), queue.take("b")
@@ -458,7 +456,7 @@ def test_all_waiting_requests_end_with_the_last_device(make: Make) -> None:
     queue.assert_empty()
 
 
-def test_a_device_that_has_work_and_finishes_none_is_stuck(make: Make) -> None:
+def test_device_that_has_work_and_finishes_none_is_stuck(make: Make) -> None:
     queue = make("a", "b")
     queue.put(item(10), item(10))
     batch = queue.take("a")
@@ -466,7 +464,7 @@ def test_a_device_that_has_work_and_finishes_none_is_stuck(make: Make) -> None:
     assert queue.state.stuck_devices(0.01, queue.now) == ["a"]
     assert queue.state.stuck_devices(60.0, queue.now) == []
     other = queue.take("a")
-    assert queue.state.stuck_devices(0.01, queue.now) == ["a"]  # more work is no progress
+    assert queue.state.stuck_devices(0.01, queue.now) == ["a"]  # taking more work is not progress
     batch.finish()
     assert queue.state.stuck_devices(0.01, queue.now) == []
     other.finish()
@@ -475,7 +473,7 @@ def test_a_device_that_has_work_and_finishes_none_is_stuck(make: Make) -> None:
 
 
 @pytest.mark.parametrize("end", [Batch.finish, lambda batch: batch.fail(RuntimeError("late"))])
-def test_a_lost_device_may_still_finish_a_batch(
+def test_result_of_a_lost_device_is_ignored(
     make: Make, end: Callable[[Batch], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     queue = make()
@@ -489,7 +487,7 @@ def test_a_lost_device_may_still_finish_a_batch(
 
 
 class History(RuleBasedStateMachine):
-    """Requests and devices act in any order; a model knows what each request must have got."""
+    """Requests and devices act in any order. `check` knows the outcome that each request must have."""
 
     def __init__(self, num_devices: int) -> None:
         super().__init__()
@@ -499,7 +497,7 @@ class History(RuleBasedStateMachine):
         self.batches: list[Batch] = []
         self.reserved: list[tuple[Ticket, list[EncodeItem]]] = []
         self.queued: list[tuple[Ticket, list[EncodeItem]]] = []
-        self.poisoned: set[int] = set()  # values of images that fail whenever they run
+        self.poisoned: set[int] = set()  # the values of images that fail whenever they run
         self.next_value = 0
         self.last_started = -1  # the highest value that a device took for the first time
 
@@ -563,7 +561,7 @@ class History(RuleBasedStateMachine):
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data(), is_one_cancelled=st.booleans())
-    def take_in_turn(self, data: st.DataObject, is_one_cancelled: bool) -> None:
+    def poll_all_devices(self, data: st.DataObject, is_one_cancelled: bool) -> None:
         wanting = []
         for name in data.draw(st.permutations(self.alive)):
             if self.queue.state.due_in_s(self.queue.now) == 0:
@@ -608,7 +606,7 @@ class History(RuleBasedStateMachine):
         assert state.reserved_tokens == sum(t.reserved_tokens for t in tickets if not t.ended)
 
     def teardown(self) -> None:
-        """Runs everything to its end. Then each request has one answer, and nothing is left."""
+        """Ends all requests. Each has one outcome, and then nothing waits, runs or is reserved."""
         try:
             while self.reserved:
                 self.put()
@@ -617,7 +615,7 @@ class History(RuleBasedStateMachine):
             while self.alive and any(ticket.deadline > 0 for ticket in self.waiting_tickets()):
                 self.run(self.queue.take(self.alive[0]))
             for ticket, _ in self.queued:
-                if not ticket.ended:  # only such as would be found late when they are taken
+                if not ticket.ended:  # its deadline has passed, and no device has looked at it since
                     assert ticket.deadline == 0
                     self.queue.end(ticket, DeadlineExceeded())
             self.queue.assert_empty()
@@ -641,9 +639,9 @@ class History(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 3])
-def test_no_history_loses_a_request_or_answers_one_twice(num_devices: int) -> None:
+def test_every_request_ends_exactly_once_in_random_histories(num_devices: int) -> None:
     run_state_machine_as_test(
-        partial(History, num_devices),  # type: ignore[arg-type]  # any factory will do
+        partial(History, num_devices),  # type: ignore[arg-type]  # any callable will do
         settings=hypothesis_settings(
             derandomize=True, max_examples=60, stateful_step_count=40, deadline=None
         ),

@@ -11,7 +11,7 @@ from service.queue.ticket import Ticket, settle
 from tests.support.queueing import Callers
 
 
-def test_embeddings_come_in_the_order_of_the_images(callers: Callers) -> None:
+def test_embeddings_are_in_the_order_of_the_images(callers: Callers) -> None:
     ticket = callers.ticket()
     ticket.queued(3, 1.0)
     assert [ticket.received(index, torch.tensor([index]), 2.0) for index in (2, 0, 1)] == [False, False, True]
@@ -20,7 +20,7 @@ def test_embeddings_come_in_the_order_of_the_images(callers: Callers) -> None:
     assert [int(embedding) for embedding in callers.outcome(ticket)] == [0, 1, 2]
 
 
-def test_an_error_ends_it_at_once(callers: Callers) -> None:
+def test_error_ends_the_ticket_at_once(callers: Callers) -> None:
     ticket = callers.ticket()
     ticket.queued(2, 1.0)
     ticket.received(0, torch.tensor([0]), 2.0)
@@ -30,19 +30,19 @@ def test_an_error_ends_it_at_once(callers: Callers) -> None:
     assert str(callers.error(ticket)) == "odd"
 
 
-def test_stages_are_those_that_have_ended(callers: Callers) -> None:
+def test_stages_include_only_those_that_have_ended(callers: Callers) -> None:
     ticket = callers.ticket()
     assert ticket.stages_s(1.0) == {}
     ticket.queued(1, 1.5)
     assert ticket.stages_s(1.0) == {"decode": 0.5}
     ticket.taken(3.5)
-    ticket.taken(5.0)  # once more, after its batch failed
+    ticket.taken(5.0)  # again, after its batch failed
     assert ticket.stages_s(1.0) == {"decode": 0.5, "queue": 2.0}
     ticket.received(0, torch.tensor([0]), 7.5)
     assert ticket.stages_s(1.0) == {"decode": 0.5, "queue": 2.0, "encode": 4.0}
 
 
-def test_it_may_be_settled_twice_and_after_its_coroutine_was_cancelled(
+def test_ticket_may_be_settled_twice_and_after_its_coroutine_was_cancelled(
     callers: Callers, caplog: pytest.LogCaptureFixture
 ) -> None:
     cancelled, other = callers.ticket(), callers.ticket()
@@ -58,7 +58,7 @@ def test_it_may_be_settled_twice_and_after_its_coroutine_was_cancelled(
     settle([cancelled, other])
     assert str(callers.error(other)) == "late"
     callers.runner.run(asyncio.sleep(0))
-    assert caplog.text == ""  # of a callback that failed
+    assert caplog.text == ""  # no callback failed
 
 
 def test_tickets_of_several_loops_are_settled_from_any_thread() -> None:
@@ -76,18 +76,18 @@ def test_tickets_of_several_loops_are_settled_from_any_thread() -> None:
     one.close()
 
 
-def test_a_ticket_of_a_loop_that_was_closed_bothers_no_one() -> None:
+def test_ticket_of_a_closed_loop_does_not_affect_other_tickets() -> None:
     callers, others = Callers(), Callers()
-    gone, waiting = callers.ticket(), others.ticket()
+    orphaned, waiting = callers.ticket(), others.ticket()
     callers.close()
-    for ticket in (gone, waiting):
+    for ticket in (orphaned, waiting):
         ticket.failed(ValueError("over"))
-    settle([gone, waiting])
+    settle([orphaned, waiting])
     assert str(others.error(waiting)) == "over"
     others.close()
 
 
-def test_a_large_batch_leaves_the_loop_to_others_in_between(callers: Callers) -> None:
+def test_other_work_of_the_loop_runs_between_the_answers_of_a_large_batch(callers: Callers) -> None:
     async def count_turns() -> list[int]:
         tickets = [Ticket() for _ in range(20)]
         waiting = [asyncio.ensure_future(ticket.embeddings()) for ticket in tickets]

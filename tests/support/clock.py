@@ -1,4 +1,4 @@
-"""An event loop whose time stands still until it is put forward, so that no test waits or is too slow."""
+"""An event loop whose clock only tests move, so that tests neither wait nor depend on a fast machine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 
 
 class SkippingLoop(asyncio.SelectorEventLoop):
-    """For `asyncio.Runner`, as its `loop_factory`."""
+    """Pass it to `asyncio.Runner` as `loop_factory`."""
 
     now = 0.0
 
@@ -15,7 +15,7 @@ class SkippingLoop(asyncio.SelectorEventLoop):
 
 
 async def skip(seconds: float) -> None:
-    """Puts the clock forward, and lets all that is due happen."""
+    """Moves the clock forward and runs the callbacks that have become due."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, SkippingLoop)
     loop.now += seconds
@@ -23,6 +23,6 @@ async def skip(seconds: float) -> None:
 
 
 async def settle() -> None:
-    """Until all that can go on has done so."""
+    """Runs the loop ten times: all callbacks that are ready, and those that they schedule."""
     for _ in range(10):
         await asyncio.sleep(0)

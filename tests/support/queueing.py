@@ -1,4 +1,4 @@
-"""Requests to the queue without HTTP or images: tickets, and the event loop that their coroutines wait in."""
+"""Requests to the queue without HTTP or image files: tickets, and the event loop that awaits them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POOLED = OutputSpec(pooled=True, deepstack=False)
 
 
 def item(num_tokens: int = 1, value: int = 0, output: OutputSpec = POOLED) -> EncodeItem:
-    """An image of one colour."""
+    """An image whose pixels are all `value`."""
     pixels = torch.full((4 * num_tokens, 4), value, dtype=torch.uint8)
     return EncodeItem(Patches(pixels, (1, 2, 2 * num_tokens), num_tokens), output)
 
@@ -25,7 +25,7 @@ def value_of(image: EncodeItem) -> int:
 
 
 class Callers:
-    """Callers that wait for tickets. Their event loop runs while `outcome` does."""
+    """Callers that await tickets. Their event loop runs only inside `outcome` and `error`."""
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
@@ -37,22 +37,23 @@ class Callers:
         return self.runner.run(make())
 
     def put(self, batcher: Batcher, *images: EncodeItem, deadline: float = float("inf")) -> Ticket:
-        """The ticket of a request that is admitted and queued."""
+        """Reserves the tokens of a request and queues its images. Returns its ticket."""
         ticket = self.ticket(deadline)
         batcher.reserve(ticket, sum(image.patches.num_tokens for image in images))
         batcher.put(ticket, images)
         return ticket
 
     def outcome(self, ticket: Ticket) -> Sequence[torch.Tensor]:
-        """The embeddings. Raises what the ticket ended with."""
+        """Returns the embeddings. Raises the error that ended the request."""
         return self.runner.run(asyncio.wait_for(ticket.embeddings(), 10))
 
     def error(self, ticket: Ticket) -> Exception:
+        """Returns the error that ended the request."""
         try:
             self.outcome(ticket)
         except Exception as error:
             return error
-        raise AssertionError("it has an answer")
+        raise AssertionError("the request has embeddings")
 
     def close(self) -> None:
         self.runner.close()

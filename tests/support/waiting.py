@@ -1,4 +1,4 @@
-"""Waiting in a test for what another thread or process does."""
+"""Waiting in a test for another thread or process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 
 def eventually(condition: Callable[[], bool], *, timeout_s: float = 20) -> None:
+    """Waits until `condition` is true. Fails after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "never came true"
+        assert time.monotonic() < deadline, f"the condition was still false after {timeout_s:g} s"
         time.sleep(0.002)
