@@ -9,8 +9,10 @@ DEV := .venv/.dev$(TORCH)
 serve: $(SERVE)
 	$(BIN)/vision-sidecar serve $(ARGS)
 
+# Test files are shared out to this many processes; 0: none but pytest's own, as a debugger needs it.
+WORKERS ?= 2
 test: lint
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-gpu: $(DEV)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
