@@ -122,7 +122,7 @@ class RunningBatch:
         self._downloaded = Mark(self._stream.download)
 
     def wait(self) -> BatchResult:
-        """Both of the following."""
+        """Waits for the device, then collects the results."""
         self.wait_for_device()
         return self.collect()
 

@@ -1,6 +1,6 @@
 """`create_app` puts the rooms together; `_lifespan` starts and stops their threads and tasks.
 
-    RequestMiddleware ─► KeyMiddleware ─► GuardMiddleware ─► route: accepted by the engine ─► Pipeline
+    RequestMiddleware ─► KeyMiddleware ─► EarlyRefusalMiddleware ─► route: accepted by the engine ─► Pipeline
 
 Starting the app only starts the replicas' threads, so the port may be open before the model is loaded.
 """
@@ -27,7 +27,7 @@ from service.engine.engine import Engine
 from service.engine.interfaces import HasReplicas
 from service.engine.replicas import load_replicas
 from service.fetching.fetcher import Fetcher, make_fetcher
-from service.http.guard import GuardMiddleware
+from service.http.early_refusal import EarlyRefusalMiddleware
 from service.http.keys import KeyMiddleware
 from service.http.middleware import RequestMiddleware, raise_api_error
 from service.images.decoding_memory import DecodingMemory
@@ -124,7 +124,7 @@ def create_app(
 
 def _add_middleware(app: FastAPI, settings: Settings, engine: Engine, counters: Metrics) -> None:
     """Adds the middleware, the innermost first."""
-    app.add_middleware(GuardMiddleware, paths=(embed.PATH, embeddings.PATH), check=engine.check_room)
+    app.add_middleware(EarlyRefusalMiddleware, paths=(embed.PATH, embeddings.PATH), check=engine.check_room)
     keys = [key.get_secret_value() for key in settings.accepted_keys]
     if keys:
         app.add_middleware(KeyMiddleware, keys=keys, open_paths=OPEN_PATHS)

@@ -43,6 +43,9 @@ from service.queue.ticket import Abandoned, Ticket
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+# Checks the head of a request as its route needs it.
+MakeIntake = Callable[[RequestHead, BodyLimits], Intake]
+
 # Up to this many numbers are serialized in about a millisecond. A hop to another thread may take longer.
 _INLINE_NUMBERS = 32_768
 
@@ -55,7 +58,7 @@ class HasEncoder(Protocol):
 
 
 class Pipeline:
-    """Answers requests for embeddings. The event loop only parses and waits.
+    """Answers requests for embeddings. The event loop parses, waits, and serializes small answers.
 
     Images are decoded on `decoders`. Large bodies are parsed and large answers serialized on `writers`, where
     they do not wait behind images.
@@ -103,11 +106,15 @@ class Pipeline:
         served = ServedModel(self._model_name, self._source.encoder.hidden_size)
         return await self._answer(request, partial(openai_intake, served=served))
 
-    async def _answer(self, request: Request, check: Callable[[RequestHead, BodyLimits], Intake]) -> Answer:
-        """One request from its head to its answer. `check` checks the head, as the route needs it."""
+    async def _answer(
+        self, request: Request, make_intake: Callable[[RequestHead, BodyLimits], Intake]
+    ) -> Answer:
+        """One request, from its head to its answer."""
         context = context_of(request.scope)
         async with self._time_limit(context):
-            intake = check(parse_head(request.headers, request.scope["query_string"]), self._body_limits)
+            intake = make_intake(
+                parse_head(request.headers, request.scope["query_string"]), self._body_limits
+            )
             with self._budget.permit(intake.num_bytes) as permit:
                 images, options = await self._read(intake, request, permit, context)
                 with self._ticket(request, context) as ticket:

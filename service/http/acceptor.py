@@ -140,7 +140,7 @@ class Acceptor:
             self._accept_in_turn()
 
     def _accept_in_turn(self) -> None:
-        """Accepts what waits while this process has the fewest connections, then looks what others do."""
+        """Accepts waiting connections while this process has the fewest, then lets others accept."""
         while self._has_room():
             if not self._has_fewest():
                 self._look_later(self._loop.time() + _PATIENCE_S, self._counts.others)

@@ -76,14 +76,14 @@ class Protocol(HttpToolsProtocol):
         self._is_resuming = False  # while a new parser is told of headers that asked for an upgrade
         self._num_header_bytes = 0  # since the last byte of a body
         self._refusal: ApiError | None = None  # of the last request; no more bytes are read
-        # The request that is being answered, or was last. uvicorn's `cycle` is the last one that was read.
+        # The request that is being answered, or the last one that was. uvicorn's `cycle` is the last one read.
         self._answered: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._unread = UnreadWatch(transport, self._unread_timeout_s)
         self._lingering = LingeringTransport(transport, self, self._unread, self._is_in_request)
         super().connection_made(self._lingering)
-        # uvicorn starts this timer after an answer only; a connection may also never send a request.
+        # uvicorn starts this timer only after an answer, but a connection may never send a request at all.
         self.timeout_keep_alive_task = self.loop.call_later(
             self.timeout_keep_alive, self.timeout_keep_alive_handler
         )
@@ -236,7 +236,7 @@ class Protocol(HttpToolsProtocol):
         return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
 
     def _is_in_request(self) -> bool:
-        """Whether the client is in the middle of a request, as far as it was read."""
+        """Whether the bytes read so far end in the middle of a request."""
         return (
             not self._in_headers
             or self._num_header_bytes > 0

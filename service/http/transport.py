@@ -15,9 +15,9 @@ from typing import Any
 # After an early response the server reads on, for this long and this many bytes, before it closes.
 LINGER_S = 2.0
 LINGER_BYTES = 2**26
-# Of a connection without a request: how long one that the client has just sent is read.
+# How long a half-closed idle connection is still read, for a request that the client has just sent.
 IDLE_LINGER_S = 0.25
-# A client has taken something of an answer if it took this much, or all.
+# A client is reading an answer if it has taken this many bytes since the last check, or all that were left.
 MIN_TAKEN_BYTES = 2**16
 
 _NUM_CHECKS = 6  # of the bytes that are left, within the time limit of an `UnreadWatch`
@@ -131,8 +131,8 @@ class LingeringTransport(asyncio.Transport):
 class _Lingering(asyncio.Protocol):
     """Takes over a connection after its last response, and drops the bytes that the client still sends.
 
-    To close a socket with unread data resets the connection, and the client may lose the answer. So the end
-    is announced first, and the socket closed when the client closes it, or after some time.
+    Closing a socket with unread data resets the connection, and the client may lose the answer. So the
+    connection is half-closed first, and the socket is closed when the client closes it, or after some time.
     """
 
     def __init__(self, transport: asyncio.Transport, protocol: asyncio.Protocol, seconds: float) -> None:

@@ -50,7 +50,7 @@ class Stored:
     height: int
     parts: Parts  # joined: a file with the same pixels, for Pillow
     orientation: int = 1  # as in EXIF, 1 to 8
-    piece_pixels: int = 1  # of a part that is decoded at once, perhaps more than the image has
+    piece_pixels: int = 1  # of the largest part that is decoded at once; may exceed the image
     black: int = 0  # range of gray values of more than 8 bits
     white: int = 65_535
     frame: tuple[int, int, int, int] | None = None  # x, y, width, height of the pixels, if not all

@@ -2,8 +2,8 @@
 
     headers checked ─► tokens reserved ─► decoded and resized ─► queued
 
-The event loop only starts a preparation. At its end the queue has the request. Knows images and their limits.
-Knows nothing of HTTP.
+The event loop starts a preparation. For one small JPEG or PNG it also checks the header, which is quicker
+than a hop to another thread. Knows images and their limits; nothing of HTTP.
 """
 
 from __future__ import annotations

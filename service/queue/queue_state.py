@@ -1,9 +1,9 @@
 """The policy of the queue as plain data: admission by tokens, order, batches, deadlines, retries, losses.
 
 There is no lock, no thread and no clock here: `Batcher` holds the lock, wakes the waiting threads and passes
-the time, in seconds of `time.perf_counter()`. First in, first out. A batch forms while the device is busy: it
-takes what waits as soon as it has room for a batch. Knows tokens, tickets and devices; nothing of HTTP, image
-files or the encoder.
+the time, in seconds of `time.perf_counter()`. First in, first out. Images wait while the device is busy; as
+soon as the device has room for a batch, it takes the waiting images. Knows tokens, tickets and devices;
+nothing of HTTP, image files or the encoder.
 """
 
 from __future__ import annotations

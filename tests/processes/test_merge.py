@@ -19,7 +19,7 @@ P = "vision_sidecar_"
 DEVICE = "cuda:0"
 
 
-class Process:
+class FakeProcess:
     """The metrics of one process that has a device and is ready."""
 
     def __init__(self) -> None:
@@ -38,17 +38,17 @@ class Process:
         return list(self.registry.collect())
 
 
-def scrape(*processes: Process) -> Scrape:
+def scrape(*processes: FakeProcess) -> Scrape:
     merged = GatheredMetrics(merge(process.collect() for process in processes))
     return Scrape(render(merged, None)[0].decode())
 
 
 @pytest.fixture
-def three() -> list[Process]:
-    return [Process() for _ in range(3)]
+def three() -> list[FakeProcess]:
+    return [FakeProcess() for _ in range(3)]
 
 
-def test_counters_are_sums_by_their_labels(three: list[Process]) -> None:
+def test_counters_are_sums_by_their_labels(three: list[FakeProcess]) -> None:
     for number, process in enumerate(three):
         for _ in range(number + 1):
             process.metrics.observe_request("/embed", 200, 0.004)
@@ -66,7 +66,7 @@ def test_counters_are_sums_by_their_labels(three: list[Process]) -> None:
     assert found.total("device_busy_seconds_total") == 1.5
 
 
-def test_histograms_are_sums_in_each_bucket(three: list[Process]) -> None:
+def test_histograms_are_sums_in_each_bucket(three: list[FakeProcess]) -> None:
     for process, duration in zip(three, (0.004, 0.004, 40.0), strict=True):
         process.metrics.observe_request("/embed", 200, duration)
     found = scrape(*three)
@@ -81,7 +81,7 @@ def test_histograms_are_sums_in_each_bucket(three: list[Process]) -> None:
     assert math.isclose(found.total("request_duration_seconds_sum", "/embed"), 40.008)
 
 
-def test_gauges_of_which_each_process_has_a_part_are_sums(three: list[Process]) -> None:
+def test_gauges_of_which_each_process_has_a_part_are_sums(three: list[FakeProcess]) -> None:
     for number, process in enumerate(three, 1):
         process.metrics.requests_in_flight.set(number)
         process.metrics._inflight_bytes.set(100 * number)
@@ -89,25 +89,25 @@ def test_gauges_of_which_each_process_has_a_part_are_sums(three: list[Process]) 
     assert (found.total("requests_in_flight"), found.total("inflight_bytes")) == (6, 600)
 
 
-def unready(process: Process) -> None:
+def unready(process: FakeProcess) -> None:
     process.metrics.ready.set(0)
 
 
-def lose_device(process: Process) -> None:
+def lose_device(process: FakeProcess) -> None:
     process.metrics.set_device_up(DEVICE, False)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize(("change", "name"), [(unready, "ready"), (lose_device, "device_up")])
 def test_the_server_is_no_better_than_its_worst_process(
-    three: list[Process], place: int, change: Callable[[Process], None], name: str
+    three: list[FakeProcess], place: int, change: Callable[[FakeProcess], None], name: str
 ) -> None:
     assert scrape(*three).total(name) == 1
     change(three[place])
     assert scrape(*three).total(name) == 0
 
 
-def test_gauges_that_are_the_same_in_all_processes_appear_once(three: list[Process]) -> None:
+def test_gauges_that_are_the_same_in_all_processes_appear_once(three: list[FakeProcess]) -> None:
     for process in three:
         process.metrics._queue_limit_tokens.set(4096)
     found = scrape(*three)
@@ -120,7 +120,7 @@ def test_gauges_that_are_the_same_in_all_processes_appear_once(three: list[Proce
         assert [(series, float(is_)) for series, _, is_ in found.samples if series == name] == [(name, value)]
 
 
-def test_metric_of_only_one_process_is_unchanged(three: list[Process]) -> None:
+def test_metric_of_only_one_process_is_unchanged(three: list[FakeProcess]) -> None:
     Gauge("vision_sidecar_extra", "Of one.", ["where"], registry=three[1].registry).labels("here").set(4)
     three[2].metrics.add_device("cuda:1")
     three[2].metrics.set_device_up("cuda:1", True)
@@ -149,7 +149,7 @@ def test_process_metrics_are_the_earliest_start_and_the_sums_of_use() -> None:
     }
 
 
-def test_merged_metrics_keep_their_form(three: list[Process]) -> None:
+def test_merged_metrics_keep_their_form(three: list[FakeProcess]) -> None:
     """One process, merged, reads as it does without; several have the same series."""
 
     def forms(text: bytes) -> list[tuple[str, str, str, list[str]]]:
@@ -173,7 +173,7 @@ def test_merged_metrics_keep_their_form(three: list[Process]) -> None:
     assert open_metrics.endswith(b"# EOF\n")
 
 
-def test_merging_does_not_change_the_metrics_of_a_process(three: list[Process]) -> None:
+def test_merging_does_not_change_the_metrics_of_a_process(three: list[FakeProcess]) -> None:
     for process in three:
         process.metrics.observe_request("/embed", 200, 0.1)
     collected = [process.collect() for process in three]

@@ -25,7 +25,7 @@ from tests.support.waiting import eventually
 LOST = torch.AcceleratorError("illegal memory access")
 
 
-class Batch:
+class RunningJob:
     """A batch that a device has taken. The test ends it."""
 
     def __init__(self, device: str, items: Sequence[EncodeItem], future: Future[BatchResult]) -> None:
@@ -79,18 +79,18 @@ class Queue:
     def put(self, *images: EncodeItem, deadline: float = float("inf")) -> Ticket:
         return self.callers.put(self.batcher, *images, deadline=deadline)
 
-    def take(self, device: str = "a") -> Batch:
+    def take(self, device: str = "a") -> RunningJob:
         """Takes a batch in another thread, so that the test fails, rather than hangs, if there is none."""
         taken = self._threads.submit(self.batcher.take, device).result(10)
         assert taken is not None, "no more batches"
-        return Batch(device, *taken)
+        return RunningJob(device, *taken)
 
-    def waiting(self, device: str = "a") -> Future[Batch | None]:
+    def waiting(self, device: str = "a") -> Future[RunningJob | None]:
         """Calls `take` in another thread, and returns once it waits."""
 
-        def take() -> Batch | None:
+        def take() -> RunningJob | None:
             taken = self.batcher.take(device)
-            return None if taken is None else Batch(device, *taken)
+            return None if taken is None else RunningJob(device, *taken)
 
         future = self._threads.submit(take)
         eventually(lambda: self.batcher._state.devices[device].is_waiting)
@@ -100,9 +100,9 @@ class Queue:
         """Calls `Batcher.wait` in another thread."""
         return self._threads.submit(self.batcher.wait, device)
 
-    def poll(self, device: str = "a", num_idle_others: int = 0) -> Batch | None:
+    def poll(self, device: str = "a", num_idle_others: int = 0) -> RunningJob | None:
         taken = self.batcher.poll(device, num_idle_others)
-        return None if taken is None else Batch(device, *taken)
+        return None if taken is None else RunningJob(device, *taken)
 
     def answer(self, ticket: Ticket) -> list[int]:
         return [int(embedding) for embedding in self.callers.outcome(ticket)]
@@ -448,14 +448,14 @@ def test_many_threads_lose_no_request_and_leave_nothing_reserved(make: Make, use
     queue = make(*names, max_batch_tokens=16, max_queue_tokens=10**6)
     tickets = [queue.callers.ticket() for _ in range(400)]
 
-    def batches(name: str) -> Iterator[Batch]:
+    def batches(name: str) -> Iterator[RunningJob]:
         if uses_poll:
             while queue.batcher.wait(name):
                 if batch := queue.poll(name):
                     yield batch
         else:
             while taken := queue.batcher.take(name):
-                yield Batch(name, *taken)
+                yield RunningJob(name, *taken)
 
     def device(name: str) -> None:
         for batch in batches(name):

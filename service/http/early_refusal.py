@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
-class GuardMiddleware:
+class EarlyRefusalMiddleware:
     """Calls `check`, which raises `ApiError`, before requests to `paths` reach the app."""
 
     def __init__(self, app: ASGIApp, paths: Collection[str], check: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from service.config.settings import Settings
 from service.errors import TooManyRequests
-from service.http.guard import GuardMiddleware
+from service.http.early_refusal import EarlyRefusalMiddleware
 from service.queue.ticket import Ticket
 from tests.support.answers import error_of
 from tests.support.app import Service, only
@@ -44,7 +44,7 @@ class Calls:
         async def send(message: Message) -> None:
             raise AssertionError("answered")
 
-        guard = GuardMiddleware(self.app, PATHS, self.check)
+        guard = EarlyRefusalMiddleware(self.app, PATHS, self.check)
         asyncio.run(guard({"type": "http", **scope}, receive, send))
         return self.order
 
