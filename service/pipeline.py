@@ -106,15 +106,12 @@ class Pipeline:
         served = ServedModel(self._model_name, self._source.encoder.hidden_size)
         return await self._answer(request, partial(openai_intake, served=served))
 
-    async def _answer(
-        self, request: Request, make_intake: Callable[[RequestHead, BodyLimits], Intake]
-    ) -> Answer:
+    async def _answer(self, request: Request, make_intake: MakeIntake) -> Answer:
         """One request, from its head to its answer."""
         context = context_of(request.scope)
         async with self._time_limit(context):
-            intake = make_intake(
-                parse_head(request.headers, request.scope["query_string"]), self._body_limits
-            )
+            head = parse_head(request.headers, request.scope["query_string"])
+            intake = make_intake(head, self._body_limits)
             with self._budget.permit(intake.num_bytes) as permit:
                 images, options = await self._read(intake, request, permit, context)
                 with self._ticket(request, context) as ticket:

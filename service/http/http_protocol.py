@@ -76,7 +76,7 @@ class Protocol(HttpToolsProtocol):
         self._is_resuming = False  # while a new parser is told of headers that asked for an upgrade
         self._num_header_bytes = 0  # since the last byte of a body
         self._refusal: ApiError | None = None  # of the last request; no more bytes are read
-        # The request that is being answered, or the last one that was. uvicorn's `cycle` is the last one read.
+        # The request that is being answered, or was answered last. uvicorn's `cycle` is the last one read.
         self._answered: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
