@@ -97,6 +97,11 @@ def is_plausible(data: bytes, header: JpegHeader, num_pixels: int) -> bool:
     return header.has_few_scans or data.count(b"\xff\xda") <= _max_scans(num_pixels)
 
 
+def has_end(data: bytes) -> bool:
+    """Whether an end marker follows the first scan. A truncated file has none, as a rule."""
+    return data.find(END, _first_scan(data)) >= 0
+
+
 def _max_scans(num_pixels: int) -> int:
     return min(_MAX_SCANS, max(16, _MAX_SCANNED_PIXELS // max(1, num_pixels)))
 
@@ -136,7 +141,7 @@ def is_only_end_missing(data: bytes) -> bool:
 def _scans_without_end(data: bytes) -> list[int]:
     """Where each scan starts; nothing if there is an end marker, or too much to read."""
     found: list[int] = []
-    at = next(start for marker, start, _ in _segments(data) if marker == _SOS)
+    at = _first_scan(data)
     for _ in range(_MAX_SEGMENTS):
         marker = data[at + 1]
         if marker == _EOI:
@@ -150,6 +155,11 @@ def _scans_without_end(data: bytes) -> list[int]:
             return found
         at = following.start()
     return []
+
+
+def _first_scan(data: bytes) -> int:
+    """Where the first scan starts."""
+    return next(start for marker, start, _ in _segments(data) if marker == _SOS)
 
 
 def _segments(data: bytes) -> Iterator[tuple[int, int, int]]:

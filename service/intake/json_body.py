@@ -6,7 +6,7 @@ Knows the shape of the document; `inline_images` knows how an image is written a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Generic, NoReturn, TypeVarTuple
 
@@ -151,7 +151,15 @@ def read_item(item: object, index: int, max_bytes: int) -> bytes | ImageUrl:
         raise
 
 
+def without_nulls(item: object, names: Collection[str]) -> object:
+    """The item without its members among `names` that are null: these count as missing."""
+    if not isinstance(item, Mapping):
+        return item
+    return {name: value for name, value in item.items() if value is not None or name not in names}
+
+
 def _decode(item: object, max_bytes: int) -> bytes | ImageUrl:
+    item = without_nulls(item, ("data", "url"))
     match item:
         case str():
             return decode_item(item, max_bytes)

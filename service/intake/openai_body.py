@@ -13,7 +13,7 @@ from service.errors import ApiError, BadRequest, InvalidShape, NotFound, image_p
 from service.fetching.image_urls import ImageUrl
 from service.images.formats import sniff
 from service.intake.embed_body import BodyLimits, EmbedBody
-from service.intake.json_body import JsonNumber, load_object, read_images, read_item
+from service.intake.json_body import JsonNumber, load_object, read_images, read_item, without_nulls
 
 _IMAGE_HINT = 'send each image of input as {"image": "<base64, data: URI or URL>"}'
 _URL = re.compile(r"(?:data|https?):", re.IGNORECASE)
@@ -80,6 +80,7 @@ def _options(encoding_format: object) -> dict[str, str | bool]:
 
 def _image(item: object, index: int, max_bytes: int) -> bytes | ImageUrl:
     """The image of one item of `input`. Raises `ApiError`, which names the image by `index`."""
+    item = without_nulls(item, ("image", "data", "url"))
     match item:
         case str() if item.strip() and not _URL.match(item.strip()):
             return _image_or_text(item, index, max_bytes)

@@ -365,3 +365,19 @@ def test_jpegs_in_tiff_that_overlap_are_refused() -> None:
     apart = {273: (8, 8 + size), 279: (size, size), 278: (32,)}
     assert outcome(jpeg_tiff(64, 64, jpeg * 2, apart)) == (200, "")
     refused_unread(jpeg_tiff(64, 64, jpeg, {**apart, 273: (8, 9), 279: (size, size - 1)}))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.99])
+def test_truncated_jpeg_in_tiff_is_refused(share: float) -> None:
+    noise = save(Image.effect_noise((128, 96), 60), "JPEG")
+    tags: dict[int, tuple[int, ...]] = {258: (8,), 259: (7,), 262: (1,), 277: (1,), 278: (96,)}
+    assert outcome(tiff(128, 96, noise, tags)) == (200, "")
+    assert outcome(tiff(128, 96, noise[: int(len(noise) * share)], tags)) == (400, "invalid_image")
+
+
+def test_jpeg_in_tiff_may_have_bytes_after_its_end() -> None:
+    pixels = save(Image.effect_noise((128, 96), 60), "JPEG") + b"\0\0\0"
+    assert outcome(tiff(128, 96, pixels, {258: (8,), 259: (7,), 262: (1,), 277: (1,), 278: (96,)})) == (
+        200,
+        "",
+    )

@@ -49,6 +49,11 @@ def test_option_that_is_null_counts_as_missing() -> None:
     assert read(JSON, json.dumps(document).encode()).options == {}
 
 
+@pytest.mark.parametrize("item", [{"data": "AAAA", "url": None}, {"data": None, "url": "data:;base64,AAAA"}])
+def test_member_of_an_image_that_is_null_counts_as_missing(item: Any) -> None:
+    assert read(JSON, json.dumps({"images": [item]}).encode()).images == (b"\0\0\0",)
+
+
 def test_urls_keep_their_place_among_the_images() -> None:
     images = ["http://a.test/", "AAAA", {"url": "https://b.test/?c"}]
     body = read(JSON, json.dumps({"images": images}).encode())

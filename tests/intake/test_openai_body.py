@@ -46,6 +46,8 @@ def refusal(document: Any) -> tuple[int, str, str | None]:
         {"image": f"data:image/png;base64,{PIXEL}"},
         {"data": PIXEL},
         {"url": f"data:image/png;base64,{PIXEL}"},
+        {"image": PIXEL, "url": None},
+        {"image": None, "data": PIXEL},
     ],
 )
 def test_every_way_to_write_an_image_is_accepted(item: Any) -> None:
