@@ -80,12 +80,12 @@ def fill(serve: Serve, settings: Settings) -> Iterator[Callable[..., Service]]:
         service = serve(only(settings, **changes))
         batcher = service.engine.batcher
 
-        async def admit() -> Ticket:
+        async def reserve() -> Ticket:
             ticket = Ticket()
             batcher.reserve(ticket, batcher.limit_tokens)
             return ticket
 
-        filled.append((service, service.runner.run(admit())))
+        filled.append((service, service.runner.run(reserve())))
         return service
 
     yield start

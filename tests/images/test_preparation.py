@@ -110,7 +110,7 @@ def test_images_are_queued_together_and_in_order_whatever_the_order_of_decoding(
     assert bench.preprocessor.num_decoded == 1
     for index in (2, 0, 0):
         assert bench.batcher.waiting_images == 0
-        assert bench.batcher.reserved_tokens == 10  # admitted before anything was decoded
+        assert bench.batcher.reserved_tokens == 10  # reserved before anything was decoded
         bench.executor.run(index)
     assert [facts.num_tokens for facts in preparation.facts] == [1, 2, 3, 4]
     taken = bench.batcher.take("a")
@@ -177,7 +177,7 @@ def test_nothing_is_decoded_after_the_caller_left(bench: Bench) -> None:
     assert (bench.batcher.waiting_images, bench.batcher.reserved_tokens) == (0, 0)
 
 
-def test_request_that_is_not_admitted_is_not_decoded(callers: Callers) -> None:
+def test_request_without_reserved_tokens_is_not_decoded(callers: Callers) -> None:
     bench = Bench(callers, max_queue_tokens=13)
     waiting, _ = bench.start(encode_image())
     bench.executor.run()
@@ -193,7 +193,7 @@ def test_request_that_is_not_admitted_is_not_decoded(callers: Callers) -> None:
     assert bench.refusal(never) == (413, "too_many_tokens", None)
 
 
-def test_tokens_of_a_request_are_limited_before_it_is_admitted(callers: Callers) -> None:
+def test_tokens_of_a_request_are_limited_before_they_are_reserved(callers: Callers) -> None:
     bench = Bench(callers, max_tokens=11)
     ticket, _ = bench.start(encode_image(), encode_image())
     bench.executor.run()
@@ -214,7 +214,7 @@ def test_unexpected_error_ends_the_request(bench: Bench) -> None:
     assert bench.batcher.reserved_tokens == 0
 
 
-def test_number_of_tokens_that_differs_from_the_admitted_one_is_an_error(bench: Bench) -> None:
+def test_number_of_tokens_that_differs_from_the_reserved_one_is_an_error(bench: Bench) -> None:
     class Odd(Counting):
         def num_tokens(self, height: int, width: int) -> int:
             return super().num_tokens(height, width) + 1
