@@ -20,6 +20,7 @@ from tests.support.app import (
     Service,
     fake_replicas,
 )
+from tests.support.app_requests import running_demo
 from tests.support.queueing import Callers
 
 
@@ -91,3 +92,8 @@ def callers() -> Iterator[Callers]:
 @pytest.fixture
 def settings() -> Settings:
     return Settings(decode_threads=2)
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Service]:
+    yield from running_demo(Settings(decode_threads=2, device="cpu", max_pixels=65536 * 2))

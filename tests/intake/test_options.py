@@ -1,3 +1,5 @@
+"""Options of a request: values, conflicts, defaults."""
+
 from __future__ import annotations
 
 import re
@@ -10,10 +12,8 @@ from models import OutputSpec
 from service.answers.answer_options import MAX_JSON_FLOATS, AnswerOptions, EmbedFormat
 from service.errors import ApiError, BadRequest, NotAcceptable
 from service.intake.options import (
-    MAX_QUERY_BYTES,
     check_options,
     openai_options,
-    read_query,
     resolve_options,
 )
 from tests.support.measuring import growth
@@ -284,45 +284,6 @@ def test_explicit_format_overrides_the_accept_header() -> None:
     assert resolve_options({"format": "json"}, "text/html") == DEFAULTS
 
 
-def test_query_is_read_with_escapes_and_blanks() -> None:
-    assert read_query(b"") == {}
-    assert read_query(b"pooling") == {"pooling": ""}
-    assert read_query(b"pooling=no%6ee&normalize=&dtype=a+b") == {
-        "pooling": "none",
-        "normalize": "",
-        "dtype": "a b",
-    }
-
-
-@pytest.mark.parametrize(
-    ("query", "param"),
-    [
-        (b"poling=none", "poling"),
-        (b"Pooling=none", "Pooling"),
-        (b"images=x", "images"),
-        (b"pooling=mean&pooling=none", "pooling"),
-        (b"%ff=1", "\\ufffd"),
-        (b"%ed%a0%80=1", "\\ufffd\\ufffd\\ufffd"),
-        (b"x" * 4000 + b"=1", "x" * 64),
-    ],
-)
-def test_unknown_or_repeated_query_parameters_are_refused(query: bytes, param: str) -> None:
-    with pytest.raises(ApiError) as caught:
-        read_query(query)
-    error = caught.value
-    assert (error.status, error.code, error.param) == (400, "invalid_option", param)
-    assert len(error.message) < 300
-
-
-@pytest.mark.parametrize(
-    "query",
-    [b"images=data:image/png;base64,AAAA", b"url=https://example.org/a.jpg", b"images=" + b"A" * 5000],
-)
-def test_error_for_an_image_in_the_query_points_to_the_body(query: bytes) -> None:
-    with pytest.raises(BadRequest, match="images belong in the body"):
-        read_query(query)
-
-
 @pytest.mark.parametrize(
     ("sent", "counts", "fits"),
     [
@@ -348,11 +309,3 @@ def test_json_floats_have_a_limit(sent: dict[str, str | bool], counts: tuple[int
     with pytest.raises(ApiError, match="encoding_format=base64 or.*format=safetensors") as caught:
         check()
     assert (caught.value.status, caught.value.code) == (400, "response_too_large")
-
-
-def test_longest_query_is_read_and_longer_one_refused() -> None:
-    longest = b"pooling=none".rjust(MAX_QUERY_BYTES, b"&")
-    assert read_query(longest) == {"pooling": "none"}
-    with pytest.raises(BadRequest) as caught:
-        read_query(b"&" + longest)
-    assert (caught.value.code, caught.value.param) == ("invalid_option", None)

@@ -114,3 +114,7 @@ class Supervised:
         for thing in gc.get_objects():  # here the process goes on
             if type(thing) is socket.socket and thing.type == socket.SOCK_SEQPACKET:
                 thing.close()
+
+
+# Starts a supervisor with the processes that its arguments ask for.
+StartSupervisor = Callable[..., Supervised]
