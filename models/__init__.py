@@ -12,6 +12,7 @@ from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec
 from models.preprocess import MAX_ASPECT_RATIO, AspectRatioError, Patches, PreprocessConfig, Preprocessor
 from models.replica import Replica
 from models.replica_group import ReplicaGroup
+from models.token_sinks import TokenSink, TokenWriting, write_tokens
 from models.weights import Checkpoint, open_checkpoint
 
 __all__ = [
@@ -34,10 +35,13 @@ __all__ = [
     "Replica",
     "ReplicaGroup",
     "SupportsEncoderCudaGraph",
+    "TokenSink",
+    "TokenWriting",
     "VisionConfig",
     "VisionEncoder",
     "find_device",
     "open_checkpoint",
     "random_checkpoint",
     "replica_devices",
+    "write_tokens",
 ]

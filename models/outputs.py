@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from models.preprocess import Patches
+from models.token_sinks import TokenSink
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,18 @@ class OutputSpec:
 
 @dataclass(frozen=True, eq=False)
 class EncodeItem:
-    """One image and the output requested for it."""
+    """One image and the output requested for it.
+
+    With a `sink`, which takes all tokens, the result is a single number: the largest magnitude of the tokens.
+    It is not finite if one of them is not; then nothing is written.
+    """
 
     patches: Patches
     output: OutputSpec
+    sink: TokenSink | None = None
+
+    def __post_init__(self) -> None:
+        assert self.sink is None or not self.output.pooled, "a sink takes tokens"
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ class BatchStats:
 class BatchResult:
     """The embeddings of one batch, in its order and on the host."""
 
-    embeddings: tuple[torch.Tensor, ...]  # [hidden] if pooled, else [tokens, width] in its own storage
+    # [hidden] if pooled, else [tokens, width] in its own storage; [1] for an image with a sink
+    embeddings: tuple[torch.Tensor, ...]
     stats: tuple[BatchStats, ...]  # one for each device that ran images
     started_at: float  # time.perf_counter() when the launch began
     finished_at: float  # time.perf_counter() when the results were on the host

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -20,6 +20,7 @@ from models.cudagraph import EncoderCounts
 from models.kernels import Kernels
 from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec
 from models.streams import DeviceStream, Mark
+from models.token_sinks import TokenSink, write_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,8 @@ class OutputGroup:
     indices: tuple[int, ...]  # places in the batch
     rows: torch.Tensor  # [sum(lengths), columns], not a view of a graph's buffers
     lengths: tuple[int, ...] | None  # rows of each image; None: pooled, one vector each
+    sinks: tuple[TokenSink, ...] = ()  # of each image; none: the rows are its result
+    peaks: torch.Tensor | None = None  # [sum(lengths)], the largest magnitude in each row; with sinks only
 
 
 def select_outputs(
@@ -41,11 +44,11 @@ def select_outputs(
     """Yields the outputs of the images at `indices`. `tokens` [levels, tokens, hidden] is in that order."""
     lengths = [items[index].patches.num_tokens for index in indices]
     ends = [0, *accumulate(lengths)]
-    places: dict[OutputSpec, list[int]] = defaultdict(list)
+    places: dict[tuple[OutputSpec, bool], list[int]] = defaultdict(list)
     for place, index in enumerate(indices):
-        places[items[index].output].append(place)
+        places[items[index].output, items[index].sink is not None].append(place)
     means: torch.Tensor | None = None
-    for output, group in places.items():
+    for (output, has_sink), group in places.items():
         chosen = tuple(indices[place] for place in group)
         if output.pooled:
             if means is None:
@@ -60,9 +63,13 @@ def select_outputs(
             levels = tokens if output.deepstack else tokens[:1]
             if len(group) < len(indices):
                 levels = torch.cat([levels[:, ends[place] : ends[place + 1]] for place in group], dim=1)
-            rows = torch.cat(tuple(levels), dim=1)  # [tokens, width]
+            rows = torch.cat(tuple(levels), dim=1).to(output.dtype or dtype)  # [tokens, width]
             own = tuple(lengths[place] for place in group)
-            yield OutputGroup(chosen, rows.to(output.dtype or dtype), own)
+            if has_sink:
+                sinks = tuple(sink for index in chosen if (sink := items[index].sink) is not None)
+                yield OutputGroup(chosen, rows, own, sinks, _peaks(rows))
+            else:
+                yield OutputGroup(chosen, rows, own)
 
 
 def warm_up_outputs(kernels: Kernels, hidden_size: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -70,20 +77,39 @@ def warm_up_outputs(kernels: Kernels, hidden_size: int, device: torch.device, dt
     kernels.mean_rows(torch.zeros(1, hidden_size, dtype=dtype, device=device), _to_device([0, 1], device))
 
 
+def _peaks(rows: torch.Tensor) -> torch.Tensor:
+    """The largest magnitude in each row, without a copy of the rows. Infinity and NaN show in it."""
+    peaks: torch.Tensor = torch.linalg.vector_norm(rows, float("inf"), dim=1)
+    return peaks
+
+
 def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
     on_host = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
 
 
+def _to_pinned(tensor: torch.Tensor, download: torch.cuda.Stream) -> torch.Tensor:
+    """Starts the copy to pinned memory on the current stream, which is `download`."""
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    pinned.copy_(tensor, non_blocking=True)
+    tensor.record_stream(download)
+    return pinned
+
+
 def _copies(group: OutputGroup) -> tuple[torch.Tensor, ...]:
-    """Copies results out of pinned memory, which the device reuses.
+    """Copies results out of pinned memory, which the device reuses, or writes them to their sinks.
 
     Each image's tokens get their own storage, so that one result does not keep the memory of all others.
-    Vectors are small and share a storage.
+    Vectors are small and share a storage. Raises the errors of sinks.
     """
     if group.lengths is None:
         return group.rows.clone().unbind(0)
-    return tuple(rows.clone() for rows in group.rows.split(group.lengths))
+    if group.peaks is None:
+        return tuple(rows.clone() for rows in group.rows.split(group.lengths))
+    peaks = tuple(peaks.max().float().reshape(1) for peaks in group.peaks.split(group.lengths))
+    triples = zip(group.sinks, group.rows.split(group.lengths), peaks, strict=True)
+    write_tokens([(sink, rows) for sink, rows, peak in triples if peak.isfinite().item()])
+    return peaks
 
 
 class RunningBatch:
@@ -109,10 +135,9 @@ class RunningBatch:
             return
         download.wait_stream(compute)
         with torch.cuda.stream(download):
-            pinned = torch.empty(group.rows.shape, dtype=group.rows.dtype, pin_memory=True)
-            pinned.copy_(group.rows, non_blocking=True)
-            group.rows.record_stream(download)
-        self._groups.append(OutputGroup(group.indices, pinned, group.lengths))
+            rows = _to_pinned(group.rows, download)
+            peaks = None if group.peaks is None else _to_pinned(group.peaks, download)
+        self._groups.append(replace(group, rows=rows, peaks=peaks))
 
     def launched(self, counts: EncoderCounts, *, num_tokens: int) -> None:
         """Ends the launching: nothing is read back any more."""

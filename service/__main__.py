@@ -60,6 +60,7 @@ def serve(argv: Sequence[str]) -> int:
     # After the handlers, because these import pydantic.
     from service.config.arguments import SettingsError, parse_settings
     from service.config.logs import configure_logging
+    from service.handoff.folder import FolderError, open_handoff_folder
 
     try:
         settings = parse_settings(argv, os.environ)
@@ -73,15 +74,21 @@ def serve(argv: Sequence[str]) -> int:
         logger.error("cannot listen on %s:%d: %s", settings.host, settings.port, error.strerror or error)
         return 1
     logger.info("listening on %s", address(listener))
+    try:
+        folder = open_handoff_folder(settings)
+    except FolderError as error:
+        logger.error("%s", error)
+        return 2
     # These import torch.
     from service import server
     from service.processes.supervisor import server_count, supervisor
 
     allow_many_files()
     num_servers = server_count.count_servers(settings)
-    if num_servers:
-        return supervisor.supervise(settings, listener, num_servers)
-    return server.run(settings, listener)
+    with folder:
+        if num_servers:
+            return supervisor.supervise(settings, listener, num_servers)
+        return server.run(settings, listener)
 
 
 def _exit(number: int, frame: FrameType | None) -> NoReturn:

@@ -23,27 +23,29 @@ from starlette.exceptions import HTTPException
 
 from service.config.settings import Settings
 from service.config.version import find_version
+from service.embedder import Embedder
 from service.engine.engine import Engine
 from service.engine.interfaces import HasReplicas
 from service.engine.replicas import load_replicas
 from service.fetching.fetcher import Fetcher, make_fetcher
+from service.handoff.store import TokenStore
 from service.http.early_refusal import EarlyRefusalMiddleware
 from service.http.keys import KeyMiddleware
 from service.http.middleware import RequestMiddleware, raise_api_error
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageLimits
+from service.images.preparation import PreparationResources
 from service.intake.byte_budget import ByteBudget
 from service.metrics import Collects, Metrics
 from service.pipeline import Pipeline
 from service.queue.queue_records import QueueLimits
 from service.queue.tally import OwnTally, Tally
-from service.routes import docs, embed, embeddings, info, metrics, probes
+from service.routes import docs, embed, embeddings, handoff, info, metrics, probes
 from service.routes.route import RawRoute
 
 logger = logging.getLogger(__name__)
 
 OPEN_PATHS = (*probes.PATHS, metrics.PATH, *docs.PATHS)  # these need no API key
-COUNTED_ROUTES = (embed.PATH, embeddings.PATH, *info.PATHS, metrics.PATH, *docs.PATHS)
 
 _NUM_WRITERS = 2  # threads for large bodies and answers; more would only wait for the interpreter lock
 
@@ -64,6 +66,7 @@ class SharedProcessState:
     gather: Callable[[], Awaitable[Collects]]  # the metrics of all processes
     started_at: int  # seconds since 1970
     num_servers: int
+    is_first: bool = True  # of the servers; one of them shows what all share
     owns_devices: bool = True  # only the owner of the devices sees their progress and watches them
 
 
@@ -85,7 +88,7 @@ def create_app(
         registry = CollectorRegistry()
     shared = shared or _alone(registry)
     own_version = find_version()
-    counters = Metrics(registry, COUNTED_ROUTES)
+    counters = Metrics(registry, counted_routes(settings))
     engine = Engine(
         partial(start_replicas, settings),
         QueueLimits(settings.max_batch_tokens, settings.max_queue_tokens, settings.max_wait_ms / 1e3),
@@ -102,7 +105,10 @@ def create_app(
     fetcher = start_fetcher(settings)
     limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
     memory = DecodingMemory.share(shared.num_servers, limits.max_decoding_bytes)
-    pipeline = Pipeline(settings, engine, engine.batcher, budget, decoders, writers, fetcher, limits, memory)
+    resources = PreparationResources(engine.batcher, decoders, limits, settings.max_request_tokens, memory)
+    store = _open_store(settings, counters, shared)
+    embedder = Embedder(settings, engine, resources, writers, store, counters)
+    pipeline = Pipeline(settings, engine, budget, writers, fetcher, embedder, store)
     app = FastAPI(
         title="vision-sidecar",
         version=own_version,
@@ -119,7 +125,25 @@ def create_app(
     app.state.metrics = counters
     _add_middleware(app, settings, engine, counters)
     _add_routes(app, settings, engine, pipeline, shared)
+    if store is not None:
+        handoff.add_routes(app.router, store, counters, writers)
     return app
+
+
+def counted_routes(settings: Settings) -> tuple[str, ...]:
+    """The templates of all routes but the probes, as metrics name them."""
+    handed_over = (handoff.PATH,) if settings.handoff_dir else ()
+    return (embed.PATH, embeddings.PATH, *handed_over, *info.PATHS, metrics.PATH, *docs.PATHS)
+
+
+def _open_store(settings: Settings, counters: Metrics, shared: SharedProcessState) -> TokenStore | None:
+    """The store of tokens. `open_folder` has taken its folder for this server."""
+    if settings.handoff_dir is None:
+        return None
+    store = TokenStore(settings.handoff_dir, settings.handoff_lease_s, counters)
+    if shared.is_first:
+        counters.watch_store(store)
+    return store
 
 
 def _add_middleware(app: FastAPI, settings: Settings, engine: Engine, counters: Metrics) -> None:

@@ -3,14 +3,14 @@
 ApiError
 ├── BadRequest            400   (code given where it is raised)
 ├── Unauthorized          401   invalid_api_key                          (with WWW-Authenticate)
-├── NotFound              404   not_found · model_not_found
+├── NotFound              404   not_found · model_not_found · handoff_not_found
 ├── MethodNotAllowed      405   method_not_allowed
 ├── NotAcceptable         406   not_acceptable
 ├── BodyTimeout           408   body_timeout
 ├── TooLarge              413   (code given where it is raised)
 ├── UnsupportedMedia      415   (code given where it is raised)
 ├── InvalidShape          422   invalid_request
-├── TooManyRequests       429   queue_full · too_many_bytes               (with Retry-After)
+├── TooManyRequests       429   queue_full · too_many_bytes · handoff_full  (with Retry-After)
 ├── HeadersTooLarge       431   headers_too_large
 ├── InternalError         500   internal_error
 ├── NonFiniteOutput       500   non_finite_output
@@ -22,6 +22,8 @@ ApiError
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import ClassVar, Literal, get_args
 
 ErrorCode = Literal[
@@ -40,6 +42,7 @@ ErrorCode = Literal[
     "image_url_rejected",
     "invalid_api_key",
     "not_found",
+    "handoff_not_found",
     "model_not_found",
     "method_not_allowed",
     "not_acceptable",
@@ -53,6 +56,7 @@ ErrorCode = Literal[
     "unsupported_image_format",
     "invalid_request",
     "queue_full",
+    "handoff_full",
     "too_many_bytes",
     "headers_too_large",
     "internal_error",
@@ -98,6 +102,18 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         """The error's own headers, in addition to those of every response."""
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+@contextmanager
+def renumbered(indices: Sequence[int]) -> Iterator[None]:
+    """Errors within the block that name image `i` name image `indices[i]`: only some images were in it."""
+    names = {image_param(position): image_param(index) for position, index in enumerate(indices)}
+    try:
+        yield
+    except ApiError as error:
+        if error.param is not None:
+            error.param = names.get(error.param, error.param)
+        raise
 
 
 class BadRequest(ApiError):

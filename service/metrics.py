@@ -19,6 +19,8 @@ from service.errors import ERROR_CODES, ERROR_STATUSES, ApiError, ErrorCode
 
 Stage = Literal["read", "fetch", "decode", "queue", "encode", "serialize"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
+CacheKind = Literal["vector", "tokens"]
+CACHE_KINDS: tuple[CacheKind, ...] = get_args(CacheKind)
 MISS_REASONS = ("oversize", "disabled", "error")
 CLIENT_LEFT = 499  # in place of a status if the client has left before the answer
 STATUSES = (200, *sorted((*ERROR_STATUSES, CLIENT_LEFT)))
@@ -45,6 +47,9 @@ MERGE_RULES: Mapping[str, MergeRule] = {
     "vision_sidecar_queue_limit_tokens": max,
     "vision_sidecar_inflight_bytes": add,
     "vision_sidecar_requests_in_flight": add,
+    "vision_sidecar_handoff_bytes": max,
+    "vision_sidecar_handoff_entries": max,
+    "vision_sidecar_handoff_leased_bytes": max,
     "vision_sidecar_ready": min,
     "vision_sidecar_info": max,
     "process_virtual_memory_bytes": add,
@@ -87,6 +92,19 @@ class SupportsQueueGauges(Protocol):
     def limit_tokens(self) -> int: ...
 
 
+class SupportsStoreGauges(Protocol):
+    """The numbers of the store of tokens that the metrics read."""
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    @property
+    def num_entries(self) -> int: ...
+
+    @property
+    def leased_bytes(self) -> int: ...
+
+
 class SupportsByteGauge(Protocol):
     """The number of bytes in memory that the metrics read."""
 
@@ -106,6 +124,7 @@ class Metrics:
         self._create_request_metrics(make, (*routes, OTHER))
         self._create_batch_metrics(make)
         self._create_device_metrics(make)
+        self._create_cache_metrics(make)
         self._queue_images = make.gauge("queue_images", "Images that wait for a device.")
         self._queue_tokens = make.gauge("queue_tokens", "Image tokens that wait for a device.")
         self._queue_limit_tokens = make.gauge(
@@ -166,6 +185,17 @@ class Metrics:
         self._up = make.gauge("device_up", "1 while a device takes batches, else 0.", "device")
         self._devices: dict[str, _DeviceSeries] = {}
 
+    def _create_cache_metrics(self, make: _Maker) -> None:
+        hits = make.counter("cache_hits", "Images whose result was there, or was being computed.", "kind")
+        misses = make.counter("cache_misses", "Images that had to be encoded.", "kind")
+        self._cache_hits = {kind: hits.labels(kind) for kind in CACHE_KINDS}
+        self._cache_misses = {kind: misses.labels(kind) for kind in CACHE_KINDS}
+        self._handoff_evictions = make.counter("handoff_evictions", "Entries dropped to make room.")
+        self._handoff_reads = make.counter("handoff_reads", "Entries read over HTTP.")
+        self._handoff_bytes = make.gauge("handoff_bytes", "Bytes in the store of tokens.")
+        self._handoff_entries = make.gauge("handoff_entries", "Entries in the store of tokens.")
+        self._handoff_leased_bytes = make.gauge("handoff_leased_bytes", "Bytes that may not be dropped yet.")
+
     def add_device(self, device: str) -> None:
         """Starts the series of a device at 0."""
         self._devices[device] = _DeviceSeries(
@@ -202,6 +232,12 @@ class Metrics:
         self._queue_limit_tokens.set_function(lambda: queue.limit_tokens)
         self._inflight_bytes.set_function(lambda: budget.held_bytes)
 
+    def watch_store(self, store: SupportsStoreGauges) -> None:
+        """Reads the gauges of the store of tokens at each scrape."""
+        self._handoff_bytes.set_function(lambda: store.used_bytes)
+        self._handoff_entries.set_function(lambda: store.num_entries)
+        self._handoff_leased_bytes.set_function(lambda: store.leased_bytes)
+
     @property
     def routes(self) -> Collection[str]:
         """The routes that requests are counted under."""
@@ -219,6 +255,19 @@ class Metrics:
         """Records the wall time of one stage of a request."""
         assert stage in self._stages, f"unknown stage {stage!r}"
         self._stages[stage].observe(duration_s)
+
+    def observe_cache(self, kind: CacheKind, *, hits: int, misses: int) -> None:
+        """Counts the images of a request: `hits` were there or shared, `misses` were encoded for it."""
+        self._cache_hits[kind].inc(hits)
+        self._cache_misses[kind].inc(misses)
+
+    def count_evictions(self, number: int) -> None:
+        """Counts entries of the store that were dropped to make room."""
+        self._handoff_evictions.inc(number)
+
+    def count_read(self) -> None:
+        """Counts an entry of the store that was read over HTTP."""
+        self._handoff_reads.inc()
 
     def count_error(self, code: ErrorCode) -> None:
         """Counts an error answer."""

@@ -1,6 +1,6 @@
 """The map of one request for embeddings, from its head to the bytes of its answer.
 
-    head checked ─► body read ─► URLs fetched ─► decoded ─► queued ─► encoded ─► serialized
+    head checked ─► body read ─► URLs fetched ─► embedded (`service/embedder.py`) ─► serialized
 
 `Pipeline._answer` is that map, one line a step. Knows the order of the steps and the threads that they run
 in; how a step is done stands in its own room.
@@ -9,36 +9,31 @@ in; how a step is done stands in its own room.
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from functools import partial
-from typing import Protocol, TypeVar, TypeVarTuple
+from typing import TypeVar, TypeVarTuple
 
-import torch
 from fastapi import Request
-from starlette.requests import ClientDisconnect
 
-from service.answers.answer import Answer, ImageFacts, ModelIdentity
+from service.answers.answer import Answer, ModelIdentity
 from service.answers.answer_options import AnswerOptions
+from service.answers.dtypes import dtype_name
 from service.answers.serialize import serialize
 from service.config.settings import Settings
-from service.engine.interfaces import LoadedEncoder
-from service.errors import BodyTimeout, DeadlineExceeded
+from service.embedder import Embedder, HasEncoder
+from service.errors import BadRequest, BodyTimeout, DeadlineExceeded
 from service.fetching.fetcher import Fetcher
-from service.http.caller import watch_caller
+from service.handoff.answer import handoff_answer
+from service.handoff.store import TokenStore
+from service.handoff.vector_cache import EmbeddedImage
 from service.http.context import RequestContext, context_of
-from service.images.decoding_memory import DecodingMemory
-from service.images.image_file import ImageLimits
-from service.images.preparation import Preparation, PreparationResources
 from service.intake.byte_budget import ByteBudget, Permit
 from service.intake.embed_body import BodyLimits, Images
 from service.intake.intake import Intake, embed_intake, openai_intake
 from service.intake.openai_body import ServedModel
 from service.intake.request_head import RequestHead, parse_head
-from service.queue.batcher import Batcher
-from service.queue.ticket import Abandoned, Ticket
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -50,46 +45,31 @@ MakeIntake = Callable[[RequestHead, BodyLimits], Intake]
 _INLINE_NUMBERS = 32_768
 
 
-class HasEncoder(Protocol):
-    """Knows the loaded encoder, for its facts such as the width of a token."""
-
-    @property
-    def encoder(self) -> LoadedEncoder: ...
-
-
 class Pipeline:
     """Answers requests for embeddings. The event loop parses, waits, and serializes small answers.
 
-    Images are decoded on `decoders`. Large bodies are parsed and large answers serialized on `writers`, where
-    they do not wait behind images.
+    Large bodies are parsed and large answers serialized on `writers`, where they do not wait behind images.
     """
 
     def __init__(
         self,
         settings: Settings,
         source: HasEncoder,
-        batcher: Batcher,
         budget: ByteBudget,
-        decoders: Executor,
         writers: Executor,
         fetcher: Fetcher,
-        limits: ImageLimits,
-        memory: DecodingMemory,
+        embedder: Embedder,
+        store: TokenStore | None,
     ) -> None:
+        """Without a `store`, tokens are not handed over."""
         self._source = source
-        self._batcher = batcher
         self._budget = budget
         self._writers = writers
         self._fetcher = fetcher
+        self._embedder = embedder
+        self._store = store
         self._model_name = settings.served_name
         self._timeout_s = settings.request_timeout_s
-        self._preparation_resources = PreparationResources(
-            batcher,
-            decoders,
-            limits,
-            settings.max_request_tokens,
-            memory,
-        )
         self._body_limits = BodyLimits(
             max_body_bytes=settings.max_body_bytes,
             max_image_bytes=settings.max_image_bytes,
@@ -114,10 +94,13 @@ class Pipeline:
             intake = make_intake(head, self._body_limits)
             with self._budget.permit(intake.num_bytes) as permit:
                 images, options = await self._read(intake, request, permit, context)
-                with self._ticket(request, context) as ticket:
-                    files = await self._fetch(images, permit, context)
-                    facts, embeddings = await self._embed_files(files, options, ticket, context)
-                return await self._serialize(facts, options, embeddings, context)
+                store = self._store_for(options)
+                files = await self._fetch(images, permit, context)
+                if store is not None:
+                    entries = await self._embedder.hand_over(store, files, request, context)
+                    return handoff_answer(self._identity, dtype_name(self._source.encoder.dtype), entries)
+                embedded = await self._embedder.embed(files, options, request, context)
+                return await self._serialize(embedded, options, context)
 
     @asynccontextmanager
     async def _time_limit(self, context: RequestContext) -> AsyncIterator[None]:
@@ -138,12 +121,15 @@ class Pipeline:
         with context.stage("read"):
             return await intake.read(_permitted(request.stream(), permit, context), self._run_blocking)
 
-    @contextmanager
-    def _ticket(self, request: Request, context: RequestContext) -> Iterator[Ticket]:
-        """The request's ticket, which is cancelled once the caller leaves."""
-        ticket = Ticket(context.started_at + self._timeout_s)
-        with watch_caller(request.receive, lambda: self._batcher.cancel(ticket)):
-            yield ticket
+    def _store_for(self, options: AnswerOptions) -> TokenStore | None:
+        """The store if the tokens are handed over. Raises `BadRequest` if there is no store."""
+        if options.format != "handoff":
+            return None
+        if self._store is None:
+            raise BadRequest(
+                "format=handoff needs a server with --handoff-dir", code="invalid_option", param="format"
+            )
+        return self._store
 
     async def _fetch(self, images: Images, permit: Permit, context: RequestContext) -> Sequence[bytes]:
         """The files of all images. Only requests with URLs come to the fetcher."""
@@ -153,36 +139,19 @@ class Pipeline:
         with context.stage("fetch"):
             return await self._fetcher.fetch(images, permit.add)
 
-    async def _embed_files(
-        self, files: Sequence[bytes], options: AnswerOptions, ticket: Ticket, context: RequestContext
-    ) -> tuple[Sequence[ImageFacts], Sequence[torch.Tensor]]:
-        """Has the files decoded, queued and encoded, and waits for their embeddings."""
-        started_at = time.perf_counter()
-        preparation = Preparation(self._preparation_resources, files, options, ticket, self._source.encoder)
-        try:
-            preparation.start()
-            embeddings = await ticket.embeddings()
-        except Abandoned:
-            raise ClientDisconnect from None
-        finally:
-            self._batcher.cancel(ticket)
-            preparation.drop()
-            context.stages_s.update(ticket.stages_s(started_at))
-        return preparation.facts, embeddings
+    @property
+    def _identity(self) -> ModelIdentity:
+        encoder = self._source.encoder
+        return ModelIdentity(self._model_name, encoder.revision, encoder.fingerprint)
 
     async def _serialize(
-        self,
-        facts: Sequence[ImageFacts],
-        options: AnswerOptions,
-        embeddings: Sequence[torch.Tensor],
-        context: RequestContext,
+        self, embedded: Sequence[EmbeddedImage], options: AnswerOptions, context: RequestContext
     ) -> Answer:
-        encoder = self._source.encoder
-        model = ModelIdentity(self._model_name, encoder.revision, encoder.fingerprint)
+        facts, embeddings = zip(*((image.facts, image.embedding) for image in embedded), strict=True)
         with context.stage("serialize"):
             if sum(embedding.numel() for embedding in embeddings) <= _INLINE_NUMBERS:
-                return serialize(model, options, facts, embeddings)
-            return await self._run_blocking(serialize, model, options, facts, embeddings)
+                return serialize(self._identity, options, facts, embeddings)
+            return await self._run_blocking(serialize, self._identity, options, facts, embeddings)
 
     async def _run_blocking(self, function: Callable[[*Ts], T], /, *args: *Ts) -> T:
         """Runs a function off the event loop."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -15,10 +16,12 @@ from models import (
 from service.app import create_app
 from service.config.settings import Settings
 from service.engine.engine import State
+from service.handoff.folder import open_handoff_folder
 from tests.support.app import (
     FakeEncoder,
     Service,
     fake_replicas,
+    only,
 )
 from tests.support.app_requests import running_demo
 from tests.support.queueing import Callers
@@ -53,7 +56,7 @@ def serve() -> Iterator[Callable[..., Service]]:
         fakes = encoders or (FakeEncoder(),)
         registry = CollectorRegistry()
         app = create_app(
-            settings or Settings(decode_threads=2),
+            settings or Settings(decode_threads=2, cache_bytes=0),
             registry=registry,
             start_replicas=start_replicas or (lambda settings: fake_replicas(*fakes, load=load)),
         )
@@ -91,7 +94,15 @@ def callers() -> Iterator[Callers]:
 
 @pytest.fixture
 def settings() -> Settings:
-    return Settings(decode_threads=2)
+    return Settings(decode_threads=2, cache_bytes=0)
+
+
+@pytest.fixture
+def with_store(settings: Settings, tmp_path: Path) -> Iterator[Settings]:
+    """Settings with a folder for tokens, which is open."""
+    changed = only(settings, handoff_dir=tmp_path / "tokens", handoff_bytes=2**24)
+    with open_handoff_folder(changed):
+        yield changed
 
 
 @pytest.fixture(scope="module")

@@ -79,7 +79,7 @@ def test_all_options_reach_the_encoder(service: Service) -> None:
         ("?poling=mean", {}, (400, "invalid_option", "poling"), 'unknown query parameter "poling"'),
         ("?pooling=max", {}, (400, "invalid_option", "pooling"), 'must be mean or none, not "max"'),
         ("?deepstack=1", {}, (400, "option_conflict", "deepstack"), "pooling=none only"),
-        ("?format=npz", {}, (400, "invalid_option", "format"), 'or npy or vllm, not "npz"'),
+        ("?format=npz", {}, (400, "invalid_option", "format"), 'or npy or vllm or handoff, not "npz"'),
         ("", {"accept": "text/html"}, (406, "not_acceptable", None), "answers application/json"),
         ("", {"accept": "," * 5000}, (431, "headers_too_large", None), "the Accept header has more than"),
         ("", {"content_type": "image/png" + ";" * 1100}, (431, "headers_too_large", None), "Content-Type"),

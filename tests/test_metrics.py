@@ -132,6 +132,13 @@ def test_names_are_those_of_the_contract(board: Board) -> None:
         "inflight_bytes": "gauge",
         "requests_in_flight": "gauge",
         "errors": "counter",
+        "cache_hits": "counter",
+        "cache_misses": "counter",
+        "handoff_bytes": "gauge",
+        "handoff_entries": "gauge",
+        "handoff_leased_bytes": "gauge",
+        "handoff_evictions": "counter",
+        "handoff_reads": "counter",
         "ready": "gauge",
         "info": "gauge",
     }

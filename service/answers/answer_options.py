@@ -15,7 +15,7 @@ from service.errors import BadRequest
 
 Pooling = Literal["mean", "none"]
 EncodingFormat = Literal["float", "base64"]
-EmbedFormat = Literal["json", "safetensors", "npy", "vllm"]
+EmbedFormat = Literal["json", "safetensors", "npy", "vllm", "handoff"]
 AnswerFormat = EmbedFormat | Literal["openai"]  # "openai" is for `/v1/embeddings` only
 # Writing and reading JSON of more numbers takes longer than any encoder, and it has more than about 50 MB.
 MAX_JSON_FLOATS = 4_194_304

@@ -28,8 +28,7 @@ def check_finite(embedding: torch.Tensor, index: int) -> None:
     is_small = embedding.numel() <= _CHECKED_NUMBERS  # most are small, and splitting takes microseconds
     parts = (embedding,) if is_small else embedding.split(max(1, _CHECKED_NUMBERS // embedding.shape[-1]))
     if not all(_is_finite(part) for part in parts):
-        name = image_param(index)
-        raise NonFiniteOutput(f"the embedding of {name} holds a number that is not finite", param=name)
+        raise NonFiniteOutput("the embedding holds a number that is not finite", param=image_param(index))
 
 
 def _is_finite(part: torch.Tensor) -> bool:

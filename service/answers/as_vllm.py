@@ -32,13 +32,16 @@ def vllm_pieces(embedded: EmbeddedImages) -> Iterator[Piece]:
     yield b',"content":['
     for index, (image, tokens) in enumerate(zip(embedded.images, embedded.embeddings, strict=True)):
         yield b"," if index else b""
-        yield from _part(image_uuid(embedded.model.fingerprint, image, embedded.dtype), image, tokens)
+        yield from _part(image_uuid(embedded.model.fingerprint, image.sha256, embedded.dtype), image, tokens)
     yield b"]}"
 
 
-def image_uuid(fingerprint: str, image: ImageFacts, dtype: DtypeName) -> str:
-    """The key under which vLLM caches the image. It changes with everything that could change the tokens."""
-    return "vs1-" + hashlib.sha256(f"{fingerprint} {image.sha256} {dtype}".encode()).hexdigest()
+def image_uuid(fingerprint: str, sha256: str, dtype: DtypeName) -> str:
+    """The key of an image's tokens, here and in vLLM's caches. `sha256` is of the bytes of the image file.
+
+    It changes with everything that could change the tokens.
+    """
+    return "vs1-" + hashlib.sha256(f"{fingerprint} {sha256} {dtype}".encode()).hexdigest()
 
 
 def _part(uuid: str, image: ImageFacts, tokens: torch.Tensor) -> Iterator[Piece]:

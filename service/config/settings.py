@@ -165,6 +165,22 @@ class Settings(BaseModel):
         "1: a single process for everything, unless there are several GPUs; 0: up to 4 for each GPU, with at "
         "least 4 cores for each process, and 1 on a CPU",
     )
+    handoff_dir: NamedFile | None = Field(
+        None,
+        description="folder on a tmpfs, only for this server, in which tokens are kept for an LLM server "
+        "(format=handoff) [none: nothing is kept]",
+    )
+    handoff_bytes: Count = Field(8 * 2**30, description="most bytes of tokens in handoff_dir")
+    handoff_lease_s: Seconds = Field(
+        120.0,
+        description="time in seconds for which tokens in handoff_dir are kept after they were asked for",
+    )
+    cache_bytes: int = Field(
+        256 * 2**20,
+        ge=0,
+        description="most bytes of pooled vectors that each API server keeps, so that an image that was seen "
+        "before is not encoded again; 0: none",
+    )
     allowed_media_domains: Hosts = Field(
         (), description="exact hosts that image URLs may name, comma-separated [no URL is fetched]"
     )
@@ -212,6 +228,9 @@ class Settings(BaseModel):
                 f"--data-parallel-size {self.data_parallel_size} uses several GPUs, "
                 f"but --device {self.device} names a single one"
             )
+        for name in ("handoff_bytes", "handoff_lease_s"):
+            if self.handoff_dir is None and name in self.model_fields_set:
+                _refuse(f"{flag_of(name)} has no effect without --handoff-dir")
         if self.allowed_media_networks and not self.allowed_media_domains:
             _refuse("--allowed-media-networks has no effect without --allowed-media-domains")
         self._refuse_contradictions_about_graphs()

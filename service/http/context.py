@@ -32,6 +32,7 @@ class RequestContext:
     stages_s: dict[Stage, float] = field(default_factory=dict)  # wall time of each stage that has ended
     status: int = 500  # of the response, once it has begun
     response_has_begun: bool = False
+    is_cached: bool = False  # all its results were there before
     error_code: ErrorCode | None = None  # of the response, if it is an error
 
     def attach(self, scope: Scope) -> None:

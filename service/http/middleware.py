@@ -158,7 +158,7 @@ def _with_headers(context: RequestContext, send: Send) -> Send:
 def _headers_of(context: RequestContext) -> Headers:
     timings_ms = {str(stage): seconds * 1e3 for stage, seconds in context.stages_s.items()}
     timings_ms["total"] = context.duration_s * 1e3
-    return identity_headers(context.request_id, timings_ms)
+    return identity_headers(context.request_id, timings_ms, is_cached=context.is_cached)
 
 
 async def _send_error(context: RequestContext, error: ApiError, send: Send) -> None:

@@ -24,9 +24,11 @@ def new_request_id() -> str:
     return uuid.uuid4().hex
 
 
-def identity_headers(request_id: str, timings_ms: dict[str, float]) -> Headers:
-    """`X-Request-Id` and `Server-Timing`."""
+def identity_headers(request_id: str, timings_ms: dict[str, float], *, is_cached: bool = False) -> Headers:
+    """`X-Request-Id` and `Server-Timing`. `is_cached`: nothing was encoded for the request."""
     timings = ", ".join(f"{name};dur={duration:.2f}" for name, duration in timings_ms.items())
+    if is_cached:
+        timings = f"cache;desc=hit, {timings}"
     return [(b"x-request-id", request_id.encode()), (b"server-timing", timings.encode())]
 
 

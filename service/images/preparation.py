@@ -8,15 +8,15 @@ than a hop to another thread. Knows images and their limits; nothing of HTTP.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
-from models import AspectRatioError, EncodeItem
+from models import AspectRatioError, EncodeItem, TokenSink
 from service.answers.answer import ImageFacts
 from service.answers.answer_options import AnswerOptions
 from service.engine.interfaces import LoadedEncoder
@@ -42,18 +42,39 @@ class PreparationResources:
     memory: DecodingMemory
 
 
+@dataclass(frozen=True)
+class HashedImage:
+    """One image as it came: the bytes of its file, and their SHA-256 in hex."""
+
+    file: bytes
+    sha256: str
+
+
+class Destination(Protocol):
+    """Where the tokens of a request's images go, in place of its answer."""
+
+    def reserve(self, num_tokens: Sequence[int]) -> None:
+        """Reserves room for the tokens of all images. Raises `ApiError`."""
+
+    def sink(self, index: int, facts: ImageFacts) -> TokenSink:
+        """The destination of one image."""
+
+
 class Preparation:
     """Prepares the images of one request. Once the request has ended, the remaining steps are skipped."""
 
     def __init__(
         self,
         resources: PreparationResources,
-        images: Sequence[bytes],
+        images: Sequence[HashedImage],
         options: AnswerOptions,
         ticket: Ticket,
         encoder: LoadedEncoder,
+        destination: Destination | None = None,
     ) -> None:
+        """With a `destination`, the ticket's embeddings are the results of sinks."""
         self._resources = resources
+        self._destination = destination
         self._images = list(images)
         self._headers: list[ImageHeader] = []
         self._options = options
@@ -75,7 +96,8 @@ class Preparation:
 
     def start(self) -> None:
         """Returns at once. Raises the errors of a small file itself; other errors end the ticket."""
-        if len(self._images) == 1 and _is_quick_to_check(self._images[0]):
+        is_quick = len(self._images) == 1 and _is_quick_to_check(self._images[0].file)
+        if is_quick and self._destination is None:
             self.check_headers()
             self._resources.executor.submit(self.decode, 0)
         else:
@@ -106,7 +128,7 @@ class Preparation:
         total = 0
         for index, image in enumerate(self._images):
             with _naming_image(index):
-                header = read_header(image, resources.limits)
+                header = read_header(image.file, resources.limits)
                 num_tokens = encoder.preprocessor.num_tokens(header.height, header.width)
                 total += num_tokens
                 if total > resources.max_tokens:
@@ -123,6 +145,8 @@ class Preparation:
             hidden_size=encoder.hidden_size,
             width=encoder.width,
         )
+        if self._destination is not None:
+            self._destination.reserve(self._num_tokens)
         resources.batcher.reserve(self._ticket, total)
 
     def decode(self, index: int) -> None:
@@ -165,14 +189,16 @@ class Preparation:
             with _naming_image(index):
                 patches = preprocessor(header.decode())
         assert patches.num_tokens == num_tokens, f"{patches.num_tokens} tokens, not {num_tokens}"
-        self._facts[index] = ImageFacts(
+        facts = ImageFacts(
             num_tokens=patches.num_tokens,
             grid_thw=patches.grid_thw,
             width=header.width,
             height=header.height,
-            sha256=hashlib.sha256(image).hexdigest(),
+            sha256=image.sha256,
         )
-        self._items[index] = EncodeItem(patches, self._output)
+        sink = None if self._destination is None else self._destination.sink(index, facts)
+        self._facts[index] = facts
+        self._items[index] = EncodeItem(patches, self._output, sink)
 
 
 def _peak_bytes(header: ImageHeader, resized_pixels: int) -> int:

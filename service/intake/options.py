@@ -117,7 +117,7 @@ def openai_options(sent: Mapping[str, str | bool], accept: str | None) -> Answer
 
 def _defaults(form: EmbedFormat, pooling: str | None) -> dict[str, str | bool]:
     """The defaults for a form of answer. An option that does not apply to it is left out."""
-    if form == "vllm":
+    if form in ("vllm", "handoff"):
         return {"pooling": "none", "normalize": False, "deepstack": True}
     is_pooled = pooling in (None, "mean")
     defaults: dict[str, str | bool] = {
@@ -140,8 +140,10 @@ def _flags(sent: Mapping[str, str | bool]) -> dict[str, bool]:
 def _refuse_conflicts(values: Mapping[str, str | bool]) -> None:
     """Raises `BadRequest` if two of the options conflict. An option that is missing conflicts with none."""
     pooling, dtype, form = values.get("pooling"), values.get("dtype", "float32"), values.get("format")
-    if form == "vllm":
-        _refuse_parts_of_tokens(values)
+    if form in ("vllm", "handoff"):
+        _refuse_parts_of_tokens(values, form)
+    if form == "handoff" and "dtype" in values:
+        raise option_conflict("dtype", "format=handoff always has the model's own dtype")
     if "encoding_format" in values and form not in (None, "json"):
         raise option_conflict("encoding_format", "encoding_format is for format=json only")
     if form == "npy" and dtype == "bfloat16":
@@ -161,11 +163,11 @@ def _refuse_conflicts(values: Mapping[str, str | bool]) -> None:
         )
 
 
-def _refuse_parts_of_tokens(values: Mapping[str, str | bool]) -> None:
+def _refuse_parts_of_tokens(values: Mapping[str, str | bool], form: str) -> None:
     """An LLM server needs all tokens with all their columns, as the encoder made them."""
     for name, refused in (("pooling", "mean"), ("normalize", True), ("deepstack", False)):
         if values.get(name) == refused:
-            raise option_conflict(name, "format=vllm always has pooling=none and deepstack=true")
+            raise option_conflict(name, f"format={form} always has pooling=none and deepstack=true")
 
 
 def _choice(name: str, value: str | bool) -> str:

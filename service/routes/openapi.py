@@ -126,7 +126,7 @@ def _form_body() -> dict[str, Any]:
     return {"schema": {"type": "object", "properties": properties, "required": ["images"]}}
 
 
-_BINARY = {"schema": {"type": "string", "format": "binary"}}
+BINARY = {"schema": {"type": "string", "format": "binary"}}
 EMBED_OPENAPI: dict[str, Any] = {
     "parameters": [
         {"name": name, "in": "query", "description": text, "schema": _option_schema(name)}
@@ -135,8 +135,8 @@ EMBED_OPENAPI: dict[str, Any] = {
     "requestBody": {
         "required": True,
         "content": {
-            "image/*": _BINARY,
-            "application/octet-stream": _BINARY,
+            "image/*": BINARY,
+            "application/octet-stream": BINARY,
             "multipart/form-data": _form_body(),
             "application/json": _json_body(),
         },
@@ -149,7 +149,7 @@ EMBED_ANSWER: dict[str, Any] = {
     "safetensors: `embeddings` [images, hidden], or [all tokens, width] with `pooling=none`; `grid_thw` "
     "[images, 3] and `num_tokens` [images], both int64; metadata `model`, `revision`, `fingerprint`, "
     "`pooling`, `deepstack`, `dtype`. npy: the same array as `embeddings`",
-    "content": {media_type: _BINARY for media_type in MEDIA_TYPES if media_type != "application/json"},
+    "content": {media_type: BINARY for media_type in MEDIA_TYPES if media_type != "application/json"},
 }
 
 _OPENAI_ITEM = {

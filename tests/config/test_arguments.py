@@ -47,6 +47,10 @@ OTHERS = {
     "device_timeout_s": "7.5",
     "decode_threads": "5",
     "api_server_count": "2",
+    "handoff_dir": "/dev/shm/tokens",
+    "handoff_bytes": "1000000",
+    "handoff_lease_s": "7.5",
+    "cache_bytes": "0",
     "allowed_media_domains": "images.example.org,10.1.2.3",
     "allowed_media_networks": "10.1.0.0/16,fd00::/8",
     "media_timeout_s": "0.5",
@@ -58,6 +62,7 @@ VALUES = {
     "api_keys": (SecretStr("sk-1"), SecretStr("sk-2")),
     "api_keys_file": Path(OTHERS["api_keys_file"]),
     "cors_allow_origins": ("https://example.org", "http://localhost:3000"),
+    "handoff_dir": Path(OTHERS["handoff_dir"]),
     "cudagraph_mm_encoder": True,
     "encoder_cudagraph_token_budgets": (64, 100, 4096),
     "allowed_media_domains": ("images.example.org", "10.1.2.3"),
@@ -67,6 +72,8 @@ VALUES = {
 COMPANIONS = {
     "revision": ["--model", "some/model"],
     "allowed_media_networks": ["--allowed-media-domains", "images.example.org"],
+    "handoff_bytes": ["--handoff-dir", "/dev/shm/tokens"],
+    "handoff_lease_s": ["--handoff-dir", "/dev/shm/tokens"],
 }
 
 

@@ -53,6 +53,10 @@ DEFAULTS: dict[str, Any] = {
     "allowed_media_domains": (),
     "allowed_media_networks": (),
     "media_timeout_s": 5.0,
+    "handoff_dir": None,
+    "handoff_bytes": 8 * 2**30,
+    "handoff_lease_s": 120.0,
+    "cache_bytes": 256 * 2**20,
     "shutdown_delay_s": 0.0,
     "shutdown_grace_s": 35.0,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from models import EncodeItem, Patches, Preprocessor, VisionEncoder
 from service.errors import ApiError
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageLimits
-from service.images.preparation import Preparation, PreparationResources
+from service.images.preparation import HashedImage, Preparation, PreparationResources
 from service.intake.options import resolve_options
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
@@ -77,7 +78,8 @@ class Bench:
 
     def start(self, *images: bytes) -> tuple[Ticket, Preparation]:
         ticket = self.callers.ticket()
-        preparation = Preparation(self._resources, images, resolve_options({}, None), ticket, self._encoder)
+        hashed = [HashedImage(image, hashlib.sha256(image).hexdigest()) for image in images]
+        preparation = Preparation(self._resources, hashed, resolve_options({}, None), ticket, self._encoder)
         preparation.start()
         return ticket, preparation
 

@@ -128,7 +128,7 @@ def test_error_shows_the_value_escaped_and_cut() -> None:
 
 def test_error_for_a_value_lists_the_valid_values() -> None:
     message = refusal({"format": "npz"}).message
-    assert message == 'format must be json or safetensors or npy or vllm, not "npz"'
+    assert message == 'format must be json or safetensors or npy or vllm or handoff, not "npz"'
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from models import (
     Preprocessor,
     Replica,
     ReplicaGroup,
+    write_tokens,
 )
 from service.config.settings import Settings
 from service.engine.engine import Engine, State
@@ -109,7 +110,7 @@ class FakeEncoder:
 
     def _finish(self, items: Sequence[EncodeItem], started: float) -> BatchResult:
         self._fail(items)
-        embeddings = tuple(known_embedding(item.patches, item.output) for item in items)
+        embeddings = tuple(_result(item) for item in items)
         return BatchResult(embeddings, (self._stats(items),), started, time.perf_counter())
 
     def _stats(self, items: Sequence[EncodeItem]) -> BatchStats:
@@ -152,6 +153,15 @@ def known_embedding(patches: Patches, output: OutputSpec) -> torch.Tensor:
         rows = rows.mean(dim=0)
         rows = rows / rows.norm() if output.normalize else rows
     return rows.to(output.dtype or torch.float32)
+
+
+def _result(item: EncodeItem) -> torch.Tensor:
+    """The embedding, or the largest magnitude of the tokens if a sink took them."""
+    embedding = known_embedding(item.patches, item.output)
+    if item.sink is None:
+        return embedding
+    write_tokens([(item.sink, embedding)])
+    return embedding.abs().max().reshape(1)
 
 
 def encode_image(height: int = 64, width: int = 96, *, format: str = "PNG", seed: int = 0) -> bytes:

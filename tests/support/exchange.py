@@ -15,17 +15,21 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from fastapi import Request
+from prometheus_client import CollectorRegistry
 from starlette.types import Message
 
 from models import EncodeItem, Patches, Preprocessor, Replica, VisionEncoder
 from service.answers.answer import Answer
 from service.config.settings import Settings
+from service.embedder import Embedder
 from service.errors import ApiError
 from service.fetching.fetcher import Fetcher, make_fetcher
 from service.http.context import RequestContext
 from service.images.decoding_memory import DecodingMemory
 from service.images.image_file import ImageLimits
+from service.images.preparation import PreparationResources
 from service.intake.byte_budget import ByteBudget
+from service.metrics import Metrics
 from service.pipeline import Pipeline
 from service.queue.batcher import Batcher
 from service.queue.queue_records import QueueLimits
@@ -85,17 +89,13 @@ class Source:
         self, settings: Settings, batcher: Batcher, decoders: Executor, writers: Executor | None = None
     ) -> Pipeline:
         """A pipeline that serializes on `decoders`, too, unless it has `writers`."""
-        return Pipeline(
-            settings,
-            self,
-            batcher,
-            self.budget,
-            decoders,
-            writers or decoders,
-            self.fetcher or make_fetcher(settings),
-            ImageLimits(settings.max_image_bytes, settings.max_image_pixels),
-            self.memory,
-        )
+        limits = ImageLimits(settings.max_image_bytes, settings.max_image_pixels)
+        resources = PreparationResources(batcher, decoders, limits, settings.max_request_tokens, self.memory)
+        fetcher = self.fetcher or make_fetcher(settings)
+        metrics = Metrics(CollectorRegistry(), ("/embed",))
+        writers = writers or decoders
+        embedder = Embedder(settings, self, resources, writers, None, metrics)
+        return Pipeline(settings, self, self.budget, writers, fetcher, embedder, None)
 
 
 class Exchange:

@@ -145,6 +145,7 @@ def main(file: int) -> NoReturn:
             scrapes.gather,
             setup.started_at,
             num_servers=setup.num_servers,
+            is_first=setup.index == 0,
             owns_devices=False,
         ),
     )

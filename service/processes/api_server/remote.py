@@ -88,7 +88,8 @@ class RemoteReplica:
         number = next(self._numbers)
         self._running[number] = future
         images = tuple(
-            BatchImage(item.patches.grid_thw, item.patches.num_tokens, item.output) for item in items
+            BatchImage(item.patches.grid_thw, item.patches.num_tokens, item.output, item.sink)
+            for item in items
         )
         return BatchMessage(number, images, patch_dim)
 

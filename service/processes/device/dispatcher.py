@@ -181,7 +181,8 @@ def _items(client: ServerLinks, batch: BatchMessage) -> list[EncodeItem]:
     for image in batch.images:
         shape = math.prod(image.grid_thw), batch.patch_dim
         pixels = client.memory.tensor(shape, torch.uint8, start)
-        items.append(EncodeItem(Patches(pixels, image.grid_thw, image.num_tokens), image.output))
+        patches = Patches(pixels, image.grid_thw, image.num_tokens)
+        items.append(EncodeItem(patches, image.output, image.sink))
         start += pixels.nbytes
     return items
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from prometheus_client import Metric
 
-from models import BatchStats, DeviceError, ModelError, OutputSpec, Preprocessor, VisionEncoder
+from models import BatchStats, DeviceError, ModelError, OutputSpec, Preprocessor, TokenSink, VisionEncoder
 from service.config.settings import Settings
 
 # Signals that stop the server. The supervisor handles them, and tells the other processes.
@@ -43,6 +43,7 @@ class BatchImage:
     grid_thw: tuple[int, int, int]
     num_tokens: int
     output: OutputSpec
+    sink: TokenSink | None = None
 
 
 @dataclass(frozen=True)
