@@ -23,7 +23,7 @@ CacheKind = Literal["vector", "tokens"]
 CACHE_KINDS: tuple[CacheKind, ...] = get_args(CacheKind)
 MISS_REASONS = ("oversize", "disabled", "error")
 CLIENT_LEFT = 499  # in place of a status if the client has left before the answer
-STATUSES = (200, *sorted((*ERROR_STATUSES, CLIENT_LEFT)))
+STATUSES = (200, 204, 206, *sorted((*ERROR_STATUSES, CLIENT_LEFT)))
 OTHER = "other"  # a route or status that is not in the closed list
 
 STAGE_BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)

@@ -129,7 +129,7 @@ def read_entry(file: int, uuid: str) -> Entry:
         dtype = _NAMES[tensor["dtype"]]
         t, h, w = map(int, orjson.loads(header["__metadata__"]["grid_thw"]))
         _, end = tensor["data_offsets"]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"not a file of tokens: {error!r}") from None
     if _HEADER_BYTES + end != num_bytes:
         raise ValueError("a file of tokens that is not whole")

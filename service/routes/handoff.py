@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from concurrent.futures import Executor
+from email.utils import formatdate
 
 from fastapi import APIRouter, Request, Response
 from starlette.responses import FileResponse
@@ -72,10 +73,9 @@ class _OpenFileResponse(FileResponse):
     chunk_size = 2**20
 
     def __init__(self, file: int, uuid: str) -> None:
-        # The content of an entry never changes, so its uuid tags it.
-        super().__init__(
-            f"/proc/self/fd/{file}", media_type="application/x-safetensors", headers={"etag": f'"{uuid}"'}
-        )
+        # The content of an entry never changes. The modification time of its file says how long it is leased.
+        headers = {"etag": f'"{uuid}"', "last-modified": formatdate(0, usegmt=True)}
+        super().__init__(f"/proc/self/fd/{file}", media_type="application/x-safetensors", headers=headers)
         self._file = file
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -75,6 +75,25 @@ class VllmResponse(Shape):
     content: list[ContentPart] = Field(description="one for each image, to be put into a chat message")
 
 
+class HandoffItem(Shape):
+    uuid: str = Field(pattern="^vs1-[0-9a-f]{64}$", description="name of the tokens, as with `format=vllm`")
+    grid_thw: tuple[int, int, int] = Field(description="grid in patches, before the spatial merge")
+    num_tokens: int
+    width: int = Field(description="number of columns of a token, deepstack columns included")
+    dtype: Literal["float32", "float16", "bfloat16"]
+    bytes: int = Field(description="size of the safetensors file")
+
+
+class HandoffResponse(Shape):
+    object: Literal["list"]
+    model: str
+    revision: str | None
+    fingerprint: str
+    dtype: Literal["float32", "float16", "bfloat16"]
+    data: list[HandoffItem] = Field(description="one for each image, in order")
+    usage: EmbedUsage
+
+
 class OpenAIEmbedding(Shape):
     object: Literal["embedding"]
     index: int = Field(description="position of the image in the request")
