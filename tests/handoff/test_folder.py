@@ -137,7 +137,7 @@ def test_file_system_is_that_of_the_innermost_mount(tmp_path: Path) -> None:
     inner = tmp_path / "inner"
     inner.mkdir()
     mounts.write_text(
-        f"a / ext4 rw 0 0\nb {tmp_path} xfs rw 0 0\nc {inner} tmpfs rw 0 0\nd {tmp_path}x nfs rw 0 0\nbroken\n"
+        f"a / ext4 rw 0 0\nb {tmp_path} xfs rw 0 0\nc {inner} tmpfs rw 0 0\nd {tmp_path}x nfs rw 0 0\n-\n"
     )
     assert _file_system(inner, mounts) == "tmpfs"
     assert _file_system(tmp_path, mounts) == "xfs"

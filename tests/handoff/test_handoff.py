@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -33,6 +34,13 @@ def uuids(answer: httpx.Response) -> list[str]:
     assert answer.status_code == 200, answer.text
     HandoffResponse.model_validate(answer.json())
     return [item["uuid"] for item in answer.json()["data"]]
+
+
+def waiting_for(gate: threading.Event) -> Callable[[Sequence[EncodeItem]], None]:
+    def wait(items: Sequence[EncodeItem]) -> None:
+        assert gate.wait(10)
+
+    return wait
 
 
 def file_of(settings: Settings, uuid: str) -> Path:
@@ -124,7 +132,7 @@ def test_tokens_that_are_not_finite_are_not_stored(service: Service, monkeypatch
 
 def test_requests_at_the_same_time_share_one_encode(serve: Serve, with_store: Settings) -> None:
     gate = threading.Event()
-    service = serve(with_store, encoders=[FakeEncoder(lambda items: gate.wait(10) and None)])
+    service = serve(with_store, encoders=[FakeEncoder(waiting_for(gate))])
     image = encode_image()
 
     async def requests() -> list[httpx.Response]:
@@ -133,7 +141,7 @@ def test_requests_at_the_same_time_share_one_encode(serve: Serve, with_store: Se
             asyncio.create_task(service._client.post("/embed" + HANDOFF, content=image, headers=headers))
             for _ in range(5)
         ]
-        while not service.encoder.batches:
+        while not service.encoder.batches:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         await asyncio.sleep(0.05)
         gate.set()
@@ -221,8 +229,7 @@ def test_pooled_vectors_are_kept_too(serve: Serve, settings: Settings) -> None:
     assert len(service.encoder.batches) == 1
     assert service.embed(image, "?normalize=false").json()["data"] != first.json()["data"]
     assert len(service.encoder.batches) == 2
-    url = {"input": "data:image/png;base64," + __import__("base64").b64encode(image).decode()}
-    openai = service.request("POST", "/v1/embeddings", json=url)
+    openai = service.request("POST", "/v1/embeddings", json={"input": base64.b64encode(image).decode()})
     assert openai.json()["data"][0]["embedding"] == first.json()["data"][0]["embedding"]
     assert len(service.encoder.batches) == 2
     assert service.metric("cache_hits_total", kind="vector") == 2
@@ -241,7 +248,7 @@ def test_limit_on_json_floats_counts_kept_images_too(
 
 def test_caller_who_leaves_does_not_take_the_tokens_from_others(serve: Serve, with_store: Settings) -> None:
     gate = threading.Event()
-    service = serve(with_store, encoders=[FakeEncoder(lambda items: gate.wait(10) and None)])
+    service = serve(with_store, encoders=[FakeEncoder(waiting_for(gate))])
     blocker, image = encode_image(seed=5), encode_image()
 
     async def requests() -> httpx.Response:
@@ -253,10 +260,10 @@ def test_caller_who_leaves_does_not_take_the_tokens_from_others(serve: Serve, wi
             )
 
         blocking = post(blocker)
-        while not service.encoder.batches:
+        while not service.encoder.batches:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         leaving, staying = post(image), post(image)
-        while len(service.encoder.batches) < 2:
+        while len(service.encoder.batches) < 2:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
         leaving.cancel()
         await asyncio.sleep(0.01)

@@ -13,10 +13,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+import torch
+from safetensors.torch import load
 
 from service.config.settings import Settings
 from service.engine.replicas import load_replicas
@@ -38,7 +41,7 @@ LOOKED_AT = (
 def process() -> Iterator[Process]:
     """A server with the demo model, which the last test ends."""
     flags = ("--port", "0", "--device", "cpu", "--decode-threads", "2")
-    running = Process(*flags, "--api-server-count", str(NUM_SERVERS)).ready()
+    running = Process(*flags, "--cache-bytes", "0", "--api-server-count", str(NUM_SERVERS)).ready()
     yield running
     running.kill()
 
@@ -177,7 +180,9 @@ def test_children_of_a_killed_supervisor_exit(process: Process) -> None:
 
 
 def test_first_signal_to_the_process_group_drains_and_the_second_kills() -> None:
-    process = Process("--port", "0", "--device", "cpu", "--api-server-count", str(NUM_SERVERS)).ready()
+    process = Process(
+        "--port", "0", "--device", "cpu", "--cache-bytes", "0", "--api-server-count", str(NUM_SERVERS)
+    ).ready()
     try:
         children = children_of(process)
         uploads = [SlowUpload(process.url) for _ in range(NUM_SERVERS)]
@@ -193,5 +198,28 @@ def test_first_signal_to_the_process_group_drains_and_the_second_kills() -> None
         assert uploads[1].status() == 0
         eventually(lambda: all(has_ended(child) for child in children), timeout_s=5)
         assert not [line for line in process.log if "Traceback" in line or "CRITICAL" in line]
+    finally:
+        process.kill()
+
+
+def test_api_servers_share_one_encode_and_one_store(tmp_path: Path) -> None:
+    flags = ["--port", "0", "--device", "cpu", "--api-server-count", str(NUM_SERVERS)]
+    process = Process(*flags, "--handoff-dir", str(tmp_path / "tokens")).ready()
+    try:
+        url, image = f"{process.url}/embed?format=handoff", encode_image(200, 200)
+        headers = {"content-type": "image/png"}
+        with ThreadPoolExecutor(8) as clients:  # each with a connection of its own
+            answers = list(clients.map(lambda _: httpx.post(url, content=image, headers=headers), range(16)))
+        assert {answer.status_code for answer in answers} == {200}
+        [uuid] = {answer.json()["data"][0]["uuid"] for answer in answers}
+        found = scrape(process)
+        assert found.total("images_total") == found.total("handoff_entries") == 1
+        assert (found.total("cache_misses_total"), found.total("cache_hits_total")) == (1, 15)
+        query = "pooling=none&deepstack=true&format=safetensors"
+        expected = httpx.post(f"{process.url}/embed?{query}", content=image, headers=headers).content
+        for answer in request_each(NUM_SERVERS, "GET", f"{process.url}/handoff/{uuid}"):
+            assert torch.equal(load(answer.content)["tokens"], load(expected)["embeddings"])
+        process.signal(signal.SIGTERM)
+        assert process.exit_code() == 0
     finally:
         process.kill()
