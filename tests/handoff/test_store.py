@@ -241,34 +241,38 @@ def test_entry_that_another_process_damaged_is_dropped(
     assert "dropped" in caplog.text
 
 
-def test_lease_and_eviction_do_not_miss_each_other(stores: Stores) -> None:
-    """An entry that was found is there until its lease ends, whatever other processes evict meanwhile."""
-    finder = stores.open(lease_s=60)
-    writer = stores.open(lease_s=60)
-    missing: list[str] = []
-    ended = threading.Event()
+def test_entry_that_was_found_is_never_evicted_within_its_lease(stores: Stores) -> None:
+    finder, writer = stores.open(lease_s=60), stores.open(lease_s=-1)
+    uuids = [f"vs1-{index:064x}" for index in range(600)]
+    writing = threading.Thread(target=lambda: [put(writer, uuid) for uuid in uuids])
+    writing.start()
+    found: set[str] = set()
+    while writing.is_alive() and len(found) < 8:
+        found |= {uuid for uuid in stores.kept[:2] if finder.find(uuid) is not None}
+    writing.join()
+    assert len(found) >= 2
+    assert found <= set(stores.kept)
+    assert_counted(writer)
 
-    def evict() -> None:
-        for index in range(10, 40):
-            for old in stores.kept[:3]:
-                expire(writer, old) if old not in leased else None
-            try:
-                put(writer, UUIDS[index])
-            except TooManyRequests:
-                for uuid in list(leased):
-                    leased.discard(uuid)
-        ended.set()
 
-    leased: set[str] = set()
+def test_entry_that_is_being_evicted_is_not_found(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    finder, writer = stores.open(), stores.open(lease_s=-1)
     for index in range(10):
         put(writer, UUIDS[index])
-    thread = threading.Thread(target=evict)
-    thread.start()
-    while not ended.is_set():
-        for uuid in stores.kept[:5]:
-            leased.add(uuid)
-            if finder.find(uuid) is not None and uuid in leased and uuid not in stores.kept:
-                missing.append(uuid)
-    thread.join()
-    assert missing == []
-    assert_counted(writer)
+        os.utime(writer.folder / f"{UUIDS[index]}.safetensors", (index, 1))
+    unlink = os.unlink
+    found: list[object] = []
+    threads: list[threading.Thread] = []
+
+    def unlink_late(path: str) -> None:
+        if path.endswith(f"{UUIDS[0]}.safetensors"):
+            threads.append(threading.Thread(target=lambda: found.append(finder.find(UUIDS[0]))))
+            threads[0].start()
+            threads[0].join(0.1)
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", unlink_late)
+    put(writer, UUIDS[10])
+    threads[0].join()
+    assert found == [None]
+    assert UUIDS[0] not in stores.kept
