@@ -244,7 +244,12 @@ def test_entry_that_another_process_damaged_is_dropped(
 def test_entry_that_was_found_is_never_evicted_within_its_lease(stores: Stores) -> None:
     finder, writer = stores.open(lease_s=60), stores.open(lease_s=-1)
     uuids = [f"vs1-{index:064x}" for index in range(600)]
-    writing = threading.Thread(target=lambda: [put(writer, uuid) for uuid in uuids])
+
+    def write() -> None:
+        for uuid in uuids:
+            put(writer, uuid)
+
+    writing = threading.Thread(target=write)
     writing.start()
     found: set[str] = set()
     while writing.is_alive() and len(found) < 8:
