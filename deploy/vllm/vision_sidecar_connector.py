@@ -13,27 +13,28 @@ A chat request then names an image by its uuid and its grid alone. The extra con
     threads       with `url`: fetches at the same time [8]
     keep_bytes    bytes of tokens that stay open here between requests [1 GiB]
 
-The scheduler opens the tokens of a request before it is scheduled, and defers the request meanwhile. They are an
-open file: of the store, or of memory if they were fetched. So the store may drop them at any time. Workers open
-the same file by the scheduler's process, therefore they must run on the scheduler's host. If tokens cannot be had
-or do not fit, only their request fails. The log says why. vLLM gives the client a 500 without the reason.
+The scheduler opens the tokens of a request before it schedules the request. They are an open file: of the store,
+or of memory if they were fetched. So the store may drop them at any time. Workers open the same file through the
+scheduler's process, so they must run on its host. If tokens cannot be had or do not fit, only their request fails.
+The log says why; vLLM answers 500 without the reason.
 """
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import re
-import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from http.client import HTTPException
+from io import FileIO
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.parse import urlsplit
+from urllib.request import HTTPRedirectHandler, ProxyHandler, build_opener
 
 import torch
 from vllm import __version__ as vllm_version
@@ -135,73 +136,60 @@ class Folder:
     """The store of a vision-sidecar on this host."""
 
     def __init__(self, config: Config) -> None:
-        assert config.dir is not None
         self._folder = config.dir
 
     def open(self, uuid: str, num_bytes: int) -> int:
-        """Opens the file of an image. Raises `Unavailable`."""
+        """Opens the file of an image. Raises `Unavailable`, `OSError`."""
         try:
             return os.open(f"{self._folder}/{uuid}.safetensors", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             raise Unavailable("not_found", "the store does not have it") from None
 
 
+class _NoRedirects(HTTPRedirectHandler):
+    def redirect_request(self, *arguments: Any) -> None:
+        """A redirect is an error: it could lead anywhere."""
+
+
 class Server:
-    """A vision-sidecar on another host. Each thread keeps its connection."""
+    """A vision-sidecar on another host. Proxies of the environment are not used."""
 
     def __init__(self, config: Config) -> None:
-        self._url = urlsplit(config.url or "")
+        self._url = (config.url or "").rstrip("/")
         self._timeout_s = config.timeout_s
-        self._headers = {"User-Agent": "vision-sidecar-connector"}
+        self._opener = build_opener(ProxyHandler({}), _NoRedirects)
+        self._opener.addheaders = [("User-Agent", "vision-sidecar-connector")]
         if config.api_key_file is not None:
-            self._headers["Authorization"] = f"Bearer {Path(config.api_key_file).read_text().strip()}"
-        self._local = threading.local()
+            key = Path(config.api_key_file).read_text().strip()
+            self._opener.addheaders.append(("Authorization", f"Bearer {key}"))
 
     def open(self, uuid: str, num_bytes: int) -> int:
         """Fetches the file of an image, of at most `num_bytes`, into memory. Raises `Unavailable`."""
-        deadline = time.monotonic() + self._timeout_s
         file = os.memfd_create("vision-sidecar", os.MFD_CLOEXEC)
         try:
-            for chunk in self._chunks(uuid, num_bytes, deadline):
-                os.write(file, chunk)
+            self._fetch(f"{self._url}/handoff/{uuid}", file, num_bytes)
         except BaseException as error:
             os.close(file)
-            self._local.connection = None
-            if isinstance(error, TimeoutError):
+            if isinstance(error, HTTPError):
+                reason = "not_found" if error.code == 404 else "other"
+                raise Unavailable(reason, f"the server answered {error.code}") from None
+            if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
                 raise Unavailable("timeout", f"it did not arrive within {self._timeout_s:g} s") from None
-            if isinstance(error, OSError | http.client.HTTPException):
+            if isinstance(error, OSError | HTTPException):
                 raise Unavailable("unreachable", repr(error)) from None
             raise
         return file
 
-    def _chunks(self, uuid: str, num_bytes: int, deadline: float) -> Iterator[bytes]:
-        response = self._request(f"{self._url.path.rstrip('/')}/handoff/{uuid}")
-        if response.status != 200:
-            response.read(_CHUNK_BYTES)
-            reason = "not_found" if response.status == 404 else "other"
-            raise Unavailable(reason, f"the server answered {response.status}")
-        while chunk := response.read(_CHUNK_BYTES):
-            num_bytes -= len(chunk)
-            if num_bytes < 0:
-                raise Unavailable("misfit", "the file is larger than the tokens of this image")
-            if time.monotonic() > deadline:
-                raise TimeoutError
-            yield chunk
-
-    def _request(self, path: str) -> http.client.HTTPResponse:
-        """Sends the request once more if the connection was closed while it was idle."""
-        kept: http.client.HTTPConnection | None = getattr(self._local, "connection", None)
-        if kept is not None:
-            try:
-                kept.request("GET", path, headers=self._headers)
-                return kept.getresponse()
-            except (ConnectionError, http.client.HTTPException):
-                kept.close()
-        kind = http.client.HTTPSConnection if self._url.scheme == "https" else http.client.HTTPConnection
-        self._local.connection = kind(self._url.hostname or "", self._url.port, timeout=self._timeout_s)
-        self._local.connection.request("GET", path, headers=self._headers)
-        response: http.client.HTTPResponse = self._local.connection.getresponse()
-        return response
+    def _fetch(self, url: str, file: int, num_bytes: int) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        with self._opener.open(url, timeout=self._timeout_s) as response:
+            while chunk := response.read(_CHUNK_BYTES):
+                num_bytes -= len(chunk)
+                if num_bytes < 0:
+                    raise Unavailable("misfit", "the file is larger than the tokens of this image")
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                os.write(file, chunk)
 
 
 @dataclass
@@ -238,21 +226,16 @@ class PromMetrics(ECConnectorPromMetrics):
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, values: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, values)
-        images = self._counter_cls(
-            "vllm:vision_sidecar_images", "Images whose tokens were loaded.", labelnames=labelnames
-        )
-        size = self._counter_cls("vllm:vision_sidecar_bytes", "Bytes of these tokens.", labelnames=labelnames)
-        failures = self._counter_cls(
-            "vllm:vision_sidecar_failures",
-            "Images whose tokens could not be had.",
-            labelnames=[*labelnames, "reason"],
-        )
+
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return self._counter_cls(f"vllm:vision_sidecar_{name}", text, labelnames=[*labelnames, *labels])
+
+        images = counter("images", "Images whose tokens were loaded.")
+        size = counter("bytes", "Bytes of these tokens.")
+        failures = counter("failures", "Images whose tokens could not be had.", "reason")
         self._counters = {
-            engine: {
-                "loads": images.labels(*labels),
-                "bytes": size.labels(*labels),
-                **{reason: failures.labels(*labels, reason) for reason in _FAILURES},
-            }
+            engine: {"loads": images.labels(*labels), "bytes": size.labels(*labels)}
+            | {reason: failures.labels(*labels, reason) for reason in _FAILURES}
             for engine, labels in values.items()
         }
 
@@ -267,9 +250,8 @@ class VisionSidecarConnector(ECConnectorBase):
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
         if not vllm_version.startswith(tuple(f"{version}." for version in SUPPORTED_VERSIONS)):
-            raise ValueError(
-                f"VisionSidecarConnector supports vLLM {', '.join(SUPPORTED_VERSIONS)}, not {vllm_version}"
-            )
+            supported = ", ".join(SUPPORTED_VERSIONS)
+            raise ValueError(f"VisionSidecarConnector supports vLLM {supported}, not {vllm_version}")
         if not self.is_consumer or self.is_producer:
             raise ValueError('VisionSidecarConnector needs "ec_role": "ec_consumer"')
         config = Config.parse(vllm_config.ec_transfer_config.ec_connector_extra_config)
@@ -342,9 +324,8 @@ class VisionSidecarConnector(ECConnectorBase):
         try:
             tokens = read_header(file)
             if tokens.shape != (num_tokens, self._width):
-                raise Unavailable(
-                    "misfit", f"its tokens are {tokens.shape}, not {(num_tokens, self._width)} as here"
-                )
+                here = num_tokens, self._width
+                raise Unavailable("misfit", f"its tokens are {tokens.shape}, not {here} as here")
         except BaseException:
             os.close(file)
             raise
@@ -458,33 +439,29 @@ class _Staging:
         """The tokens [num_tokens, width]. Raises `OSError` if the file is shorter than it was."""
         result = torch.empty(tokens.shape, dtype=tokens.dtype, device=self._device)
         rows = result.view(torch.uint8).view(-1)
-        with open(path, "rb", buffering=0) as file:
+        with FileIO(path) as file:
             file.seek(tokens.offset)
-            if self._device.type == "cuda":
-                self._read_staged(file.readinto, rows)
-            else:
-                _read(file.readinto, rows)
+            (self._read_staged if self._device.type == "cuda" else _read)(file, rows)
         return result
 
-    def _read_staged(self, readinto: Callable[[memoryview], int | None], rows: torch.Tensor) -> None:
+    def _read_staged(self, file: FileIO, rows: torch.Tensor) -> None:
         if not self._buffers:
-            for _ in range(2):
-                self._buffers.append(torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True))
-                self._copied.append(torch.cuda.Event())
+            self._buffers = [torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in "12"]
+            self._copied = [torch.cuda.Event(), torch.cuda.Event()]
         for part in rows.split(_STAGING_BYTES):
             self._turn = 1 - self._turn
             self._copied[self._turn].synchronize()  # the copy before the last one has read the buffer
             staged = self._buffers[self._turn][: len(part)]
-            _read(readinto, staged)
+            _read(file, staged)
             part.copy_(staged, non_blocking=True)
             self._copied[self._turn].record()
 
 
-def _read(readinto: Callable[[memoryview], int | None], target: torch.Tensor) -> None:
+def _read(file: FileIO, target: torch.Tensor) -> None:
     """Fills a tensor of bytes on the host."""
     left = memoryview(target.numpy())
     while len(left):
-        num_bytes = readinto(left)
+        num_bytes = file.readinto(left)
         if not num_bytes:
             raise OSError("the file of tokens has become shorter")
         left = left[num_bytes:]
