@@ -13,10 +13,10 @@ A chat request then names an image by its uuid and its grid alone. The extra con
     threads       with `url`: fetches at the same time [8]
     keep_bytes    bytes of tokens that stay open here between requests [1 GiB]
 
-The scheduler opens the tokens of a request before it schedules the request. They are an open file: of the store,
-or of memory if they were fetched. So the store may drop them at any time. Workers open the same file through the
-scheduler's process, so they must run on its host. If tokens cannot be had or do not fit, only their request fails.
-The log says why; vLLM answers 500 without the reason.
+The scheduler opens the tokens of a request before it schedules the request. They are an open file: of the
+store, or of memory if they were fetched. So the store may drop them at any time. Workers open the same file
+through the scheduler's process, so they must run on its host. If tokens cannot be had or do not fit, only
+their request fails. The log says why; vLLM answers 500 without the reason.
 """
 
 from __future__ import annotations

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import httptools
 
@@ -25,24 +27,26 @@ class Answer:
     status: int
     code: str  # of the error body; empty for 2xx, `none` if the body has no code
     param: str = ""  # of the error body, such as `images[3]`; empty if the body has none
+    body: bytes = b""  # of 2xx, if bodies are kept
 
 
 class Connection(asyncio.Protocol):
     """One connection, with at most one request at a time. While `is_open`, it can take another request."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps_bodies: bool = False) -> None:
         self.is_open = False
+        self._keeps_bodies = keeps_bodies
         self._transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
         self._waiting: asyncio.Future[Answer] | None = None
         self._forget_answer()
 
-    def send(self, request: memoryview) -> asyncio.Future[Answer]:
-        """Sends a whole request. The future ends with the answer or a `SendError`."""
+    def send(self, pieces: Sequence[bytes | memoryview]) -> asyncio.Future[Answer]:
+        """Sends a whole request, in pieces. The future ends with the answer or a `SendError`."""
         assert self.is_open, "the connection is closed"
         assert self._waiting is None, "the last request has no answer yet"
         self._waiting = asyncio.get_running_loop().create_future()
-        self._transport.write(request)
+        self._transport.writelines(pieces)
         return self._waiting
 
     def abort(self) -> None:
@@ -84,11 +88,11 @@ class Connection(asyncio.Protocol):
         self._is_error = self._parser.get_status_code() >= 300
 
     def on_body(self, body: bytes) -> None:
-        if self._is_error and len(self._error_body) < _MAX_ERROR_BYTES:
-            self._error_body += body
+        if self._keeps_bodies or (self._is_error and len(self._body) < _MAX_ERROR_BYTES):
+            self._body += body
 
     def on_message_complete(self) -> None:
-        status, body = self._parser.get_status_code(), self._error_body
+        status, body = self._parser.get_status_code(), self._body
         keeps_alive = self._parser.should_keep_alive()
         self._forget_answer()
         if status < 200:
@@ -97,11 +101,12 @@ class Connection(asyncio.Protocol):
         if not keeps_alive:
             self.abort()
         if waiting is not None and not waiting.done():
-            waiting.set_result(Answer(status, "") if status < 300 else _read_error(status, body))
+            is_ok = status < 300
+            waiting.set_result(Answer(status, "", body=body) if is_ok else _read_error(status, body))
 
     def _forget_answer(self) -> None:
         self._has_length = self._is_in_body = self._is_error = False
-        self._error_body = b""
+        self._body = b""
 
     def _fail(self, reason: str) -> None:
         waiting, self._waiting = self._waiting, None
@@ -121,18 +126,19 @@ def _read_error(status: int, body: bytes) -> Answer:
 class Client:
     """Sends requests to one address. Each uses an idle connection, or a new one if none is idle."""
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+    def __init__(self, host: str, port: int, timeout_s: float, *, keeps_bodies: bool = False) -> None:
         self._host, self._port = host, port
+        self._make_connection = partial(Connection, keeps_bodies)
         self._timeout_s = timeout_s
         self._idle: list[Connection] = []  # the last used is at the end, so that unneeded ones stay idle
 
-    async def send(self, request: memoryview) -> Answer:
+    async def send(self, pieces: Sequence[bytes | memoryview]) -> Answer:
         """Sends a request and returns the answer. Raises `SendError`."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 connection = self._take_idle() or await self._open()
                 try:
-                    answer = await connection.send(request)
+                    answer = await connection.send(pieces)
                 except BaseException:
                     connection.abort()
                     raise
@@ -157,7 +163,7 @@ class Client:
     async def _open(self) -> Connection:
         loop = asyncio.get_running_loop()
         try:
-            _, connection = await loop.create_connection(Connection, self._host, self._port)
+            _, connection = await loop.create_connection(self._make_connection, self._host, self._port)
         except TimeoutError:
             raise  # of `asyncio.timeout` in `send`
         except OSError:

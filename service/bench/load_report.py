@@ -54,6 +54,8 @@ class LoadReport:
     error_codes: dict[str, int]
     connection_errors: dict[str, int]
     unfinished: int  # without an answer when the load was stopped
+    tokens_gb_per_s: float  # gigabytes of tokens read from the server's store in a second
+    tokens_missing: int  # images whose tokens were not there, in all of the load
     lag_ms: Times  # from when a request was due until it was sent
     late: int  # sent more than 10 ms after the request was due
 
@@ -94,6 +96,8 @@ def summarize(notes: Sequence[Notes], start_s: float, end_s: float, images_per_r
         error_codes=_counts([code for status, code in counted if status and code]),
         connection_errors=_counts([code for status, code in counted if not status]),
         unfinished=sum(each.unfinished for each in notes),
+        tokens_gb_per_s=float(_joined([each.num_bytes for each in notes])[came & is_ok].sum() * per_s / 1e9),
+        tokens_missing=sum(each.missing for each in notes),
         lag_ms=_times(lag),
         late=int((lag * 1e3 > LATE_MS).sum()),
     )
@@ -145,6 +149,8 @@ def format_report(
         _line("error codes", _pairs(load.error_codes)),
         _line("no answer", _pairs(load.connection_errors)),
     ]
+    if load.tokens_gb_per_s or load.tokens_missing:
+        lines.append(_line("tokens read", f"{load.tokens_gb_per_s:.2f} GB/s; {load.tokens_missing} missing"))
     if load.late and is_open:
         lines.append(
             f"{load.late} requests were sent over {LATE_MS:.0f} ms late: the generator was too slow\n"

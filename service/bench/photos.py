@@ -16,6 +16,8 @@ from typing import IO
 import numpy as np
 from PIL import Image
 
+from service.bench.load import STAMP_BYTES, Span
+
 MAX_IMAGES = 512  # of a folder; bounds the size of the file
 _SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif")
 _IMAGE_PARAM = re.compile(r"images\[(\d+)\]")
@@ -57,17 +59,34 @@ def read_photos(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in paths[:MAX_IMAGES]}
 
 
+def with_stamp(image: bytes) -> bytes:
+    """The image with a stamp behind it, which can be overwritten to make files of other bytes.
+
+    Decoders ignore it, as bytes behind the end; in AVIF and other files of boxes it is a box of free space.
+    """
+    head = (8 + STAMP_BYTES).to_bytes(4, "big") + b"free"
+    return image + head + b"0" * STAMP_BYTES
+
+
 def write_requests(
-    target: Target, images: Sequence[bytes], images_per_request: int, file: IO[bytes]
-) -> list[tuple[int, int]]:
-    """Writes as many requests as there are images. Request n begins with image n. Returns their spans."""
+    target: Target, images: Sequence[bytes], images_per_request: int, file: IO[bytes], *, stamped: bool
+) -> list[Span]:
+    """Writes as many requests as there are images. Request n begins with image n. Returns their spans.
+
+    With `stamped`, each image has a stamp at its end.
+    """
     spans = []
+    if stamped:
+        images = [with_stamp(image) for image in images]
     for first in range(len(images)):
         some = [images[(first + index) % len(images)] for index in range(images_per_request)]
         start = file.tell()
+        stamps = []
         for chunk in _request(target, some):
             file.write(chunk)
-        spans.append((start, file.tell()))
+            if stamped and any(chunk is image for image in some):
+                stamps.append(file.tell() - STAMP_BYTES)
+        spans.append(Span(start, file.tell(), tuple(stamps)))
     file.flush()
     return spans
 

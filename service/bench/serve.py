@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+import secrets
 import socket
 import sys
 import tempfile
@@ -22,7 +23,7 @@ from typing import IO
 from urllib.parse import urlsplit
 
 from service.bench.fleet import Fleet, FleetError
-from service.bench.load import Share
+from service.bench.load import Share, Span
 from service.bench.load_report import Memory, format_report, summarize
 from service.bench.photos import Target, make_photos, name_refused, read_photos, write_requests
 from service.bench.scrape import Server, Snapshot, growth
@@ -56,6 +57,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_positive,
         default=1,
         help="images in each request; several are sent as a form [1]",
+    )
+    add(
+        "--repeat-images",
+        action="store_true",
+        help="send the same files again and again, which a server with a cache does not encode again "
+        "[each image that is sent has bytes of its own]",
+    )
+    add(
+        "--read-tokens",
+        type=Path,
+        metavar="DIR",
+        help="with --query format=handoff: read each image's tokens from the server's --handoff-dir",
     )
     add("--query", type=_query, help="options of each request, such as pooling=none&dtype=float16")
     add("--api-key", type=_visible, help="API key that is sent with each request")
@@ -144,7 +157,13 @@ def _run(arguments: argparse.Namespace) -> int:
     path = f"{parts.path}/embed" + (f"?{arguments.query}" if arguments.query else "")
     target = Target(parts.netloc.rpartition("@")[2], path, arguments.api_key)
     with report, tempfile.NamedTemporaryFile(prefix="vision-sidecar-bench-") as file:
-        spans = write_requests(target, list(photos.values()), arguments.images_per_request, file)
+        spans = write_requests(
+            target,
+            list(photos.values()),
+            arguments.images_per_request,
+            file,
+            stamped=not arguments.repeat_images,
+        )
         shares = _shares(arguments, host, port, Path(file.name), spans)
         return _measure(arguments, server, shares, list(photos), report)
 
@@ -173,12 +192,13 @@ def _photos(arguments: argparse.Namespace) -> dict[str, bytes]:
 
 
 def _shares(
-    arguments: argparse.Namespace, host: str, port: int, requests: Path, spans: list[tuple[int, int]]
+    arguments: argparse.Namespace, host: str, port: int, requests: Path, spans: list[Span]
 ) -> list[Share]:
     """Divides the load into equal shares. Each process starts with a different request."""
     is_open = arguments.rate is not None
     count = arguments.processes if is_open else min(arguments.processes, arguments.concurrency)
     shares = []
+    run = secrets.token_hex(6)
     for index in range(count):
         shares.append(
             Share(
@@ -192,6 +212,8 @@ def _shares(
                 total_s=arguments.warmup + arguments.duration,
                 timeout_s=arguments.timeout,
                 seed=f"{arguments.seed}/{index}",
+                run=f"{run}{index:03x}",
+                tokens_dir=None if arguments.read_tokens is None else str(arguments.read_tokens),
             )
         )
     return shares

@@ -29,7 +29,7 @@ from tests.support.project import ROOT
 
 
 def test_made_images_differ_and_are_sent_unchanged(tmp_path: Path) -> None:
-    flags = ["--duration", "0.4", "--query", "pooling=mean", "--api-key", "secret"]
+    flags = ["--duration", "0.4", "--query", "pooling=mean", "--api-key", "secret", "--repeat-images"]
     with FakeServer() as server:
         report = measure(server, *flags, tmp_path=tmp_path)
     images = {body for _, body in server.seen.posts}
@@ -51,7 +51,9 @@ def test_images_of_a_folder_are_sent(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("no image")
     with FakeServer() as server:
         path = tmp_path / "report.json"
-        flags = f"--url {server.url} --warmup 0 --duration 1 --json {path} --images {tmp_path}"
+        flags = (
+            f"--url {server.url} --warmup 0 --duration 1 --json {path} --images {tmp_path} --repeat-images"
+        )
         assert bench.main(["serve", *flags.split()]) == 0
     assert {body for _, body in server.seen.posts} == set(files)
 

@@ -23,7 +23,7 @@ def ask(server: FakeServer, count: int = 1, timeout_s: float = 5.0) -> list[Answ
         answers: list[Answer | str] = []
         for _ in range(count):
             try:
-                answers.append(await client.send(REQUEST))
+                answers.append(await client.send([REQUEST]))
             except SendError as error:
                 answers.append(str(error))
         client.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from service.bench import command as bench
-from service.bench.load import Notes, Share, send_all
+from service.bench.load import Notes, Share, Span, send_all
 from tests.support.fake_server import FakeServer
 
 REQUEST = memoryview(b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
@@ -27,14 +27,15 @@ def measure(server: FakeServer, *flags: str, tmp_path: Path) -> dict[str, Any]:
 
 def share(port: int, requests: Path = Path(), **changes: Any) -> Share:
     values: dict[str, Any] = {"rate": None, "concurrency": 1, "total_s": 0.5, "timeout_s": 5.0, "seed": "0"}
-    return Share("127.0.0.1", port, requests, ((0, 1),), first=0, **(values | changes))
+    values["run"] = "0"
+    return Share("127.0.0.1", port, requests, (Span(0, 1, ()),), first=0, **(values | changes))
 
 
 def load(share: Share) -> Notes:
     """Sends a share from the process of the test."""
     read_end, write_end = os.pipe()
     try:
-        return asyncio.run(send_all(share, [REQUEST], time.monotonic(), read_end))
+        return asyncio.run(send_all(share, [[REQUEST]], time.monotonic(), read_end))
     finally:
         os.close(read_end)
         os.close(write_end)
