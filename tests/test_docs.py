@@ -47,11 +47,13 @@ def test_table_has_exactly_the_options() -> None:
     assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == list(OPTION_NAMES)
 
 
+UNITS = {"": 1, " MiB": 2**20, " GiB": 2**30}
+
+
 def test_limits_have_the_defaults_of_the_settings() -> None:
-    rows = re.findall(r"^\| `--([a-z-]+)` \| ([\d,]+)( MiB)?", API, re.MULTILINE)
+    rows = re.findall(r"^\| `--([a-z-]+)` \| ([\d,]+)( [MG]iB)?", API, re.MULTILINE)
     stated = {
-        name.replace("-", "_"): int(number.replace(",", "")) * (2**20 if unit else 1)
-        for name, number, unit in rows
+        name.replace("-", "_"): int(number.replace(",", "")) * UNITS[unit] for name, number, unit in rows
     }
     limits = {name for name in Settings.model_fields if name.startswith("max_") and name != "max_pixels"}
     assert limits <= set(stated)

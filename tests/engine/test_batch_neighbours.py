@@ -19,7 +19,9 @@ from service.config.settings import Settings
 from service.engine.engine import State
 from tests.support.traffic import png
 
-SETTINGS = Settings(device="cpu", dtype="float32", data_parallel_size=2, decode_threads=2, max_wait_ms=5.0)
+SETTINGS = Settings(
+    device="cpu", dtype="float32", data_parallel_size=2, decode_threads=2, max_wait_ms=5.0, cache_bytes=0
+)
 
 
 @contextmanager

@@ -24,7 +24,9 @@ def start() -> Iterator[Start]:
     running: list[Process] = []
 
     def start_process(*flags: str, environ: Mapping[str, str] = {}) -> Process:
-        running.append(Process("--port", "0", "--device", "cpu", *flags, environ=environ))
+        running.append(
+            Process("--port", "0", "--device", "cpu", "--cache-bytes", "0", *flags, environ=environ)
+        )
         return running[-1].ready()
 
     yield start_process

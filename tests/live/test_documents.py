@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from safetensors.torch import load
 
 from tests.support.answers import from_json, from_npy, from_safetensors, from_vllm
 from tests.support.app import encode_image
@@ -77,12 +78,19 @@ def decode(command: str, body: bytes) -> list[torch.Tensor]:
     return from_vllm(body) if "vllm" in command else from_json(body)
 
 
+def handed_over(body: bytes, url: str) -> list[torch.Tensor]:
+    """The tokens that an answer to `format=handoff` names."""
+    files = [httpx.get(f"{url}/handoff/{item['uuid']}") for item in json.loads(body)["data"]]
+    return [load(file.raise_for_status().content)["tokens"] for file in files]
+
+
 def expected(command: str, url: str) -> list[torch.Tensor]:
     """The embeddings of the command's files in float32, requested together as in the command."""
     options = {"encoding_format": "base64", "normalize": "false" if "normalize=false" in command else "true"}
-    if "pooling=none" in command or "vllm" in command:
+    is_for_llm = "vllm" in command or "handoff" in command
+    if "pooling=none" in command or is_for_llm:
         options["pooling"], options["normalize"] = "none", "false"
-        options["deepstack"] = "true" if "deepstack=true" in command or "vllm" in command else "false"
+        options["deepstack"] = "true" if "deepstack=true" in command or is_for_llm else "false"
     names = re.findall(r"photo\.jpg|one\.jpg|two\.png", command)
     files = [("image", (name, file_of(name))) for name in names]
     return from_json(httpx.post(f"{url}/embed", files=files, data=options).raise_for_status().content)
@@ -101,7 +109,9 @@ def test_a_command_answers_the_vectors_of_its_images(command: str, server_url: s
     if "/info" in command:
         assert json.loads(body)["model"] == "demo"
         return
-    for got, true in zip(decode(command, body), expected(command, server_url), strict=True):
+    is_handed_over = "handoff" in command
+    embeddings = handed_over(body, server_url) if is_handed_over else decode(command, body)
+    for got, true in zip(embeddings, expected(command, server_url), strict=True):
         assert torch.equal(got, true.to(got.dtype)), command
 
 

@@ -22,7 +22,7 @@ Serve = Callable[..., Served]
 
 
 # Batches are small, so that there are many.
-SETTINGS = Settings(decode_threads=2, max_batch_tokens=24, max_queue_tokens=4096)
+SETTINGS = Settings(decode_threads=2, max_batch_tokens=24, max_queue_tokens=4096, cache_bytes=0)
 
 
 def slowly(items: Sequence[EncodeItem]) -> None:
