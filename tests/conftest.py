@@ -107,4 +107,4 @@ def with_store(settings: Settings, tmp_path: Path) -> Iterator[Settings]:
 
 @pytest.fixture(scope="module")
 def demo() -> Iterator[Service]:
-    yield from running_demo(Settings(decode_threads=2, device="cpu", max_pixels=65536 * 2))
+    yield from running_demo(Settings(decode_threads=2, device="cpu", max_pixels=65536 * 2, cache_bytes=0))

@@ -51,7 +51,9 @@ def start_supervisor() -> Iterator[StartSupervisor]:
         With `is_anew` processes are new interpreters, as outside of tests; else they are forked.
         """
         changes = {"data_parallel_size": len(encoders) or 1, **changes}
-        settings = only(Settings(device="cpu", decode_threads=2, shutdown_grace_s=35), **changes)
+        settings = only(
+            Settings(device="cpu", decode_threads=2, shutdown_grace_s=35, cache_bytes=0), **changes
+        )
         if encoders:
             groups.append(fake_replicas(*encoders, load=load, name="cpu"))
 
