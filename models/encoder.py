@@ -33,6 +33,7 @@ from models.qwen3_vl import (
 from models.qwen3_vl_adapter import Qwen3VLAdapter
 from models.readback import RunningBatch, select_outputs, warm_up_outputs
 from models.streams import DeviceStream
+from models.token_sinks import TokenWriting, allocate
 from models.weights import Checkpoint, check_tensors, fingerprint, open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -157,16 +158,37 @@ class VisionEncoder:
         Reads patches and raises errors as `encode` does.
         """
         images = self._checked([item.patches for item in items])
-        with torch.inference_mode(), self.stream:
-            running = RunningBatch(len(items), self.stream)
+        running = RunningBatch(len(items), self.stream, self._open_sinks(items))
 
-            def select(indices: Sequence[int], tokens: torch.Tensor) -> None:
-                for group in select_outputs(tokens, indices, items, self.kernels, self.dtype):
-                    running.read_back(group)
+        def select(indices: Sequence[int], tokens: torch.Tensor) -> None:
+            for group in select_outputs(tokens, indices, items, self.kernels, self.dtype):
+                running.read_back(group)
 
-            counts = self.graphs.run(images, select, running.begin)
-            running.launched(counts, num_tokens=sum(image.num_tokens for image in images))
+        try:
+            with torch.inference_mode(), self.stream:
+                counts = self.graphs.run(images, select, running.begin)
+                running.launched(counts, num_tokens=sum(image.num_tokens for image in images))
+        except BaseException:
+            running.discard()
+            raise
         return running
+
+    def _open_sinks(self, items: Sequence[EncodeItem]) -> dict[int, TokenWriting]:
+        """Opens the sinks of a batch. Their memory is allocated while the device encodes."""
+        writings: dict[int, TokenWriting] = {}
+        try:
+            for index, item in enumerate(items):
+                if item.sink is not None:
+                    width = self.width if item.output.deepstack else self.hidden_size
+                    shape = item.patches.num_tokens, width
+                    writings[index] = item.sink.open(shape, item.output.dtype or self.dtype)
+        except BaseException:
+            for writing in writings.values():
+                writing.discard()
+            raise
+        for writing in writings.values():
+            allocate(writing)
+        return writings
 
     def run(self, items: Sequence[EncodeItem]) -> BatchResult:
         """Encodes a batch and returns the requested outputs on the host. Raises the errors of `encode`."""

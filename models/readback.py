@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -20,7 +20,7 @@ from models.cudagraph import EncoderCounts
 from models.kernels import Kernels
 from models.outputs import BatchResult, BatchStats, EncodeItem, OutputSpec
 from models.streams import DeviceStream, Mark
-from models.token_sinks import TokenSink, write_tokens
+from models.token_sinks import TokenWriting, write_tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,8 +30,8 @@ class OutputGroup:
     indices: tuple[int, ...]  # places in the batch
     rows: torch.Tensor  # [sum(lengths), columns], not a view of a graph's buffers
     lengths: tuple[int, ...] | None  # rows of each image; None: pooled, one vector each
-    sinks: tuple[TokenSink, ...] = ()  # of each image; none: the rows are its result
-    peaks: torch.Tensor | None = None  # [sum(lengths)], the largest magnitude in each row; with sinks only
+    # [rows], the largest magnitude in each row, for a single image whose rows go to a sink
+    peaks: torch.Tensor | None = None
 
 
 def select_outputs(
@@ -66,8 +66,9 @@ def select_outputs(
             rows = torch.cat(tuple(levels), dim=1).to(output.dtype or dtype)  # [tokens, width]
             own = tuple(lengths[place] for place in group)
             if has_sink:
-                sinks = tuple(sink for index in chosen if (sink := items[index].sink) is not None)
-                yield OutputGroup(chosen, rows, own, sinks, _peaks(rows))
+                pairs = zip(rows.split(own), _peaks(rows).split(own), strict=True)
+                for index, (image_rows, peaks) in zip(chosen, pairs, strict=True):
+                    yield OutputGroup((index,), image_rows, (len(peaks),), peaks)
             else:
                 yield OutputGroup(chosen, rows, own)
 
@@ -97,26 +98,27 @@ def _to_pinned(tensor: torch.Tensor, download: torch.cuda.Stream) -> torch.Tenso
 
 
 def _copies(group: OutputGroup) -> tuple[torch.Tensor, ...]:
-    """Copies results out of pinned memory, which the device reuses, or writes them to their sinks.
+    """Copies results out of pinned memory, which the device reuses.
 
     Each image's tokens get their own storage, so that one result does not keep the memory of all others.
-    Vectors are small and share a storage. Raises the errors of sinks.
+    Vectors are small and share a storage. Of rows for a sink only the largest magnitude is a result.
     """
     if group.lengths is None:
         return group.rows.clone().unbind(0)
-    if group.peaks is None:
-        return tuple(rows.clone() for rows in group.rows.split(group.lengths))
-    peaks = tuple(peaks.max().float().reshape(1) for peaks in group.peaks.split(group.lengths))
-    triples = zip(group.sinks, group.rows.split(group.lengths), peaks, strict=True)
-    write_tokens([(sink, rows) for sink, rows, peak in triples if peak.isfinite().item()])
-    return peaks
+    if group.peaks is not None:
+        return (group.peaks.max().float().reshape(1),)
+    return tuple(rows.clone() for rows in group.rows.split(group.lengths))
 
 
 class RunningBatch:
     """A batch that was launched. Any thread may wait for it."""
 
-    def __init__(self, num_images: int, stream: DeviceStream) -> None:
+    def __init__(
+        self, num_images: int, stream: DeviceStream, writings: Mapping[int, TokenWriting] = {}
+    ) -> None:
+        """`writings`: by the place of the image in the batch, where its tokens go in place of its result."""
         self._num_images = num_images
+        self._writings = writings
         self._stream = stream
         self._groups: list[OutputGroup] = []
         self._started_at = time.perf_counter()
@@ -153,14 +155,28 @@ class RunningBatch:
 
     def wait_for_device(self) -> None:
         """Returns once the device has finished. Raises errors of the device."""
-        self._computed.wait()
-        self._downloaded.wait()
+        try:
+            self._computed.wait()
+            self._downloaded.wait()
+        except BaseException:
+            self.discard()
+            raise
 
     def collect(self) -> BatchResult:
-        """Returns the results. Called after `wait_for_device`."""
+        """Returns the results. Called after `wait_for_device`. Raises the errors of sinks."""
         embeddings: dict[int, torch.Tensor] = {}
         for group in self._groups:
             embeddings.update(zip(group.indices, _copies(group), strict=True))
+        try:
+            write_tokens(
+                [
+                    (self._writings[group.indices[0]], group.rows)
+                    for group in self._groups
+                    if group.peaks is not None and embeddings[group.indices[0]].isfinite().item()
+                ]
+            )
+        finally:
+            self.discard()
         self._groups.clear()
         return BatchResult(
             tuple(embeddings[index] for index in range(self._num_images)),
@@ -168,6 +184,11 @@ class RunningBatch:
             self._started_at,
             time.perf_counter(),
         )
+
+    def discard(self) -> None:
+        """Drops the tokens that did not reach their sinks. Called if the batch failed."""
+        for writing in self._writings.values():
+            writing.discard()
 
     def _stats(self) -> BatchStats:
         return BatchStats(

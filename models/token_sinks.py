@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -21,8 +20,14 @@ _WRITERS = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="tokens")
 class TokenWriting(Protocol):
     """The tokens of one image on their way."""
 
-    def parts(self) -> Sequence[Callable[[], None]]:
-        """Calls that write the tokens, each a part. They may run in any threads at the same time."""
+    def allocate(self) -> None:
+        """Allocates memory for the tokens, which takes most of the time. Runs before they are there."""
+
+    def parts(self, rows: torch.Tensor) -> Sequence[Callable[[], None]]:
+        """Calls that write the tokens, each a part of `rows` [tokens, width] on the host.
+
+        They may run in any threads at the same time.
+        """
 
     def commit(self) -> None:
         """Makes the tokens visible, once all parts are written."""
@@ -34,24 +39,21 @@ class TokenWriting(Protocol):
 class TokenSink(Protocol):
     """The destination of the tokens of one image."""
 
-    def open(self, rows: torch.Tensor) -> TokenWriting:
-        """`rows` [tokens, width] stay as they are until `commit` or `discard`. Raises `OSError`."""
+    def open(self, shape: tuple[int, int], dtype: torch.dtype) -> TokenWriting:
+        """Begins to write tokens of that shape. Raises `OSError`."""
 
 
-def write_tokens(pairs: Sequence[tuple[TokenSink, torch.Tensor]]) -> None:
-    """Writes the tokens of several images, each [tokens, width] on the host, to their sinks.
+def allocate(writing: TokenWriting) -> None:
+    """Starts to allocate memory for the tokens of an image. An error shows when they are written."""
+    _WRITERS.submit(writing.allocate)
 
-    Raises the first error of a sink. Images that were not written completely are discarded.
-    """
-    with ExitStack() as stack:
-        writings: list[TokenWriting] = []
-        for sink, rows in pairs:
-            writings.append(sink.open(rows))
-            stack.callback(writings[-1].discard)
-        parts = [_WRITERS.submit(part) for writing in writings for part in writing.parts()]
-        errors = [part.exception() for part in parts]  # waits for all of them: they read the rows
-        for error in errors:
-            if error is not None:
-                raise error
-        for writing in writings:
-            writing.commit()
+
+def write_tokens(pairs: Sequence[tuple[TokenWriting, torch.Tensor]]) -> None:
+    """Writes the tokens of several images, each [tokens, width] on the host. Raises the first error."""
+    parts = [_WRITERS.submit(part) for writing, rows in pairs for part in writing.parts(rows)]
+    errors = [part.exception() for part in parts]  # waits for all of them: they read the rows
+    for error in errors:
+        if error is not None:
+            raise error
+    for writing, _ in pairs:
+        writing.commit()

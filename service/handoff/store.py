@@ -15,6 +15,7 @@ import fcntl
 import logging
 import math
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,8 +29,6 @@ from service.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-# Eviction frees this share of the limit beyond what is asked for, because each one reads the whole folder.
-_SPARE_SHARE = 32
 _MIN_RETRY_AFTER_S, _MAX_RETRY_AFTER_S = 1, 10
 _POLL_S = 0.002
 
@@ -44,6 +43,7 @@ class TokenStore:
         self._metrics = metrics
         self._ledger = Ledger(folder)
         self._reserved: dict[str, int] = {}  # claims of this process → bytes
+        self._oldest: deque[StoredFile] = deque()  # to be evicted next, as of the last look at the folder
 
     # Reading
 
@@ -158,42 +158,57 @@ class TokenStore:
     def _evict(self, num_bytes: int) -> None:
         """Drops entries without a lease, least recently used first, until so many bytes have room.
 
-        Raises `TooManyRequests` if leased entries leave too little room; then nothing is dropped.
+        Reads the whole folder only if it knows of no more entries to drop. Raises `TooManyRequests` if leased
+        entries leave too little room.
         """
-        ledger, time = self._ledger, now()
-        files = [file for file in scan(self.folder) if file.num_bytes]
+        self._drop(self._missing_bytes(num_bytes))
+        if self._missing_bytes(num_bytes) <= 0:
+            return
+        lease_ends_at = self._look()
+        if sum(entry.num_bytes for entry in self._oldest) >= self._missing_bytes(num_bytes):
+            self._drop(self._missing_bytes(num_bytes))
+        if self._missing_bytes(num_bytes) > 0:
+            raise _full(lease_ends_at - now())
+
+    def _missing_bytes(self, num_bytes: int) -> int:
+        return self._ledger.used_bytes + num_bytes - self._ledger.limit_bytes
+
+    def _look(self) -> float:
+        """Reads the folder: what it holds, and which entries have no lease.
+
+        Returns when the first lease ends.
+        """
+        files, time = [file for file in scan(self.folder) if file.num_bytes], now()
         claimed = {file.uuid for file in files if file.is_claim}
-        entries = [file for file in files if not file.is_claim]
         # Entries whose request ended while they were written are not counted yet. An entry and its claim are
         # one: the entry comes second.
         sizes = {file.uuid: file.num_bytes for file in sorted(files, key=lambda file: not file.is_claim)}
-        ledger.used_bytes, ledger.num_entries = sum(sizes.values()), len(sizes)
-        free = [file for file in entries if file.leased_until <= time and file.uuid not in claimed]
-        missing = ledger.used_bytes + num_bytes - ledger.limit_bytes
-        if sum(file.num_bytes for file in free) < missing:
-            raise self._full(entries, time)
-        self._drop(sorted(free, key=lambda file: file.used_at), missing)
+        self._ledger.used_bytes, self._ledger.num_entries = sum(sizes.values()), len(sizes)
+        entries = [file for file in files if file.uuid not in claimed]
+        free = [entry for entry in entries if entry.leased_until <= time]
+        self._oldest = deque(sorted(free, key=lambda entry: entry.used_at))
+        return min((entry.leased_until for entry in entries if entry.leased_until > time), default=time)
 
-    def _drop(self, files: Sequence[StoredFile], missing: int) -> None:
-        wanted = missing + self._ledger.limit_bytes // _SPARE_SHARE
-        freed = num_evicted = 0
-        for file in files:
-            if freed >= wanted:
-                break
-            if self._drop_unless_leased(file):
-                freed += file.num_bytes
+    def _drop(self, missing: int) -> None:
+        num_evicted = 0
+        while missing > 0 and self._oldest:
+            entry = self._oldest.popleft()
+            if self._drop_unless_used(entry):
+                missing -= entry.num_bytes
                 num_evicted += 1
-                self._forget(file.num_bytes)
+                self._forget(entry.num_bytes)
         self._metrics.count_evictions(num_evicted)
-        if freed < missing:  # they were leased in this moment
-            raise self._full(files, now())
 
-    def _drop_unless_leased(self, stored: StoredFile) -> bool:
-        """The lock on the file itself keeps `find` from leasing it between the look and the end."""
+    def _drop_unless_used(self, stored: StoredFile) -> bool:
+        """Drops an entry unless it was used or leased since it was looked at.
+
+        The lock on the file itself keeps `find` from leasing it meanwhile.
+        """
         try:
             with self._opened(stored.uuid) as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(file).st_mtime > now():
+                facts = os.fstat(file)
+                if facts.st_mtime > now() or facts.st_atime != stored.used_at:
                     return False
                 os.unlink(stored.path)
         except (FileNotFoundError, BlockingIOError):
@@ -203,16 +218,6 @@ class TokenStore:
     def _forget(self, num_bytes: int) -> None:
         self._ledger.used_bytes -= num_bytes
         self._ledger.num_entries -= 1
-
-    def _full(self, entries: Sequence[StoredFile], time: float) -> TooManyRequests:
-        """`Retry-After` is the time until the first lease ends, from 1 to 10 seconds."""
-        ends = [entry.leased_until - time for entry in entries if entry.leased_until > time]
-        seconds = math.ceil(min(ends, default=0))
-        return TooManyRequests(
-            "the store of tokens is full of leased entries",
-            code="handoff_full",
-            retry_after_s=min(max(seconds, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S),
-        )
 
     @contextmanager
     def _opened(self, uuid: str) -> Iterator[int]:
@@ -227,3 +232,12 @@ class TokenStore:
 
     def _claim_path(self, uuid: str) -> str:
         return f"{self.folder}/{uuid}{CLAIM_SUFFIX}"
+
+
+def _full(seconds: float) -> TooManyRequests:
+    """`seconds` until the first lease ends, which make 1 to 10 in `Retry-After`."""
+    return TooManyRequests(
+        "the store of tokens is full of leased entries",
+        code="handoff_full",
+        retry_after_s=min(max(math.ceil(seconds), _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S),
+    )

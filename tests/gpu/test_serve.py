@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 import pytest
+import torch
+from safetensors.torch import load, load_file
 
 from tests.support.app import encode_image
 from tests.support.process import Process
@@ -15,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 def test_serves_by_replay_or_eagerly(graphs: bool, num_servers: int) -> None:
     flag = "--cudagraph-mm-encoder" if graphs else "--no-cudagraph-mm-encoder"
     servers = ("--api-server-count", str(num_servers))
-    process = Process("--port", "0", "--device", "cuda", flag, *servers)
+    process = Process("--port", "0", "--device", "cuda", "--cache-bytes", "0", flag, *servers)
     try:
         url = process.ready().url
         image = encode_image(300, 400)
@@ -31,5 +35,22 @@ def test_serves_by_replay_or_eagerly(graphs: bool, num_servers: int) -> None:
         metrics = httpx.get(f"{url}/metrics").text
         hits = 'vision_sidecar_encoder_cudagraph_hits_total{device="cuda:0"}'
         assert f"{hits} {3.0 if graphs else 0.0}" in metrics
+    finally:
+        process.kill()
+
+
+def test_tokens_that_are_handed_over_are_those_of_the_encoder(tmp_path: Path) -> None:
+    folder = str(tmp_path / "tokens")
+    process = Process("--port", "0", "--device", "cuda", "--api-server-count", "2", "--handoff-dir", folder)
+    try:
+        url = process.ready().url
+        for size in ((300, 400), (1024, 1024)):
+            image, headers = encode_image(*size), {"content-type": "image/png"}
+            query = "pooling=none&deepstack=true&format=safetensors&dtype=bfloat16"
+            expected = httpx.post(f"{url}/embed?{query}", content=image, headers=headers, timeout=60)
+            answer = httpx.post(f"{url}/embed?format=handoff", content=image, headers=headers, timeout=60)
+            [item] = answer.raise_for_status().json()["data"]
+            tokens = load_file(f"{folder}/{item['uuid']}.safetensors")["tokens"]
+            assert torch.equal(tokens, load(expected.content)["embeddings"])
     finally:
         process.kill()

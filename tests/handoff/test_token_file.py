@@ -30,9 +30,20 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def write(folder: Path, rows: torch.Tensor) -> None:
+    """Writes a file as a batch does."""
+    num_tokens, width = rows.shape
+    writing = sink(folder).open((num_tokens, width), rows.dtype)
+    try:
+        writing.allocate()
+        write_tokens([(writing, rows)])
+    finally:
+        writing.discard()
+
+
 def written(folder: Path, rows: torch.Tensor) -> Path:
     claim(folder)
-    write_tokens([(sink(folder), rows)])
+    write(folder, rows)
     return folder / f"{UUID}.safetensors"
 
 
@@ -82,8 +93,9 @@ def test_new_file_is_leased(tmp_path: Path) -> None:
 
 def test_file_has_its_name_only_once_it_is_whole(tmp_path: Path) -> None:
     claim(tmp_path)
-    writing = sink(tmp_path).open(torch.ones(2, 2))
-    for part in writing.parts():
+    rows = torch.ones(2, 2)
+    writing = sink(tmp_path).open((2, 2), rows.dtype)
+    for part in writing.parts(rows):
         assert f"{UUID}.safetensors" not in names(tmp_path)
         part()
     writing.commit()
@@ -93,7 +105,17 @@ def test_file_has_its_name_only_once_it_is_whole(tmp_path: Path) -> None:
 
 
 def test_file_that_nobody_claims_any_more_is_dropped(tmp_path: Path) -> None:
-    write_tokens([(sink(tmp_path), torch.ones(2, 2))])
+    write(tmp_path, torch.ones(2, 2))
+    assert names(tmp_path) == []
+
+
+def test_memory_is_allocated_while_the_tokens_are_not_there_yet(tmp_path: Path) -> None:
+    writing = sink(tmp_path).open((64, 1024), torch.float32)
+    writing.allocate()
+    [part] = tmp_path.iterdir()
+    assert part.stat().st_blocks * 512 >= 64 * 1024 * 4
+    writing.discard()
+    writing.allocate()  # a batch may fail before this runs
     assert names(tmp_path) == []
 
 
@@ -107,7 +129,7 @@ def test_file_whose_part_fails_is_dropped_and_the_error_raised(
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(OSError, match="No space left"):
-        write_tokens([(sink(tmp_path), torch.ones(2, 2))])
+        write(tmp_path, torch.ones(2, 2))
     assert names(tmp_path) == [f"{UUID}.claim"]
 
 

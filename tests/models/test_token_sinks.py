@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from models import EncodeItem, OutputSpec, Patches, VisionEncoder, write_tokens
+from models import EncodeItem, OutputSpec, Patches, VisionEncoder
 from models.cudagraph import EncoderCounts
 from models.readback import RunningBatch, select_outputs
 
@@ -33,23 +33,28 @@ class Kept:
 
     def __init__(self) -> None:
         self.rows: torch.Tensor | None = None
+        self.was_discarded = False
         self._parts: list[tuple[int, torch.Tensor]] = []
 
-    def open(self, rows: torch.Tensor) -> Kept:
-        self._open = rows
+    def open(self, shape: tuple[int, int], dtype: torch.dtype) -> Kept:
+        self.opened = shape, dtype
         return self
 
-    def parts(self) -> Sequence[Callable[[], None]]:
-        return [partial(self._keep, index) for index in range(len(self._open))]
+    def allocate(self) -> None:
+        """Memory is there already."""
 
-    def _keep(self, index: int) -> None:
-        self._parts.append((index, self._open[index].clone()))
+    def parts(self, rows: torch.Tensor) -> Sequence[Callable[[], None]]:
+        assert ((len(rows), rows.shape[1]), rows.dtype) == self.opened
+        return [partial(self._keep, index, row) for index, row in enumerate(rows)]
+
+    def _keep(self, index: int, row: torch.Tensor) -> None:
+        self._parts.append((index, row.clone()))
 
     def commit(self) -> None:
         self.rows = torch.stack([row for _, row in sorted(self._parts, key=lambda part: part[0])])
 
     def discard(self) -> None:
-        self._parts.clear()
+        self.was_discarded = True
 
 
 def test_sinks_take_the_tokens_in_place_of_results(demo: VisionEncoder) -> None:
@@ -74,29 +79,54 @@ def test_tokens_that_are_not_finite_do_not_reach_their_sink(demo: VisionEncoder,
     lengths = [item.patches.num_tokens for item in items]
     tokens = torch.ones(1, sum(lengths), demo.hidden_size)
     tokens[0, lengths[0], 3] = number  # the first token of the second image
-    running = RunningBatch(2, demo.stream)
+    sinks = [cast(Kept, item.sink) for item in items]
+    for sink, length in zip(sinks, lengths, strict=True):
+        sink.open((length, demo.hidden_size), torch.float32)
+    running = RunningBatch(2, demo.stream, dict(enumerate(sinks)))
     for group in select_outputs(tokens, [0, 1], items, demo.kernels, torch.float32):
         running.read_back(group)
     running.launched(EncoderCounts(), num_tokens=sum(lengths))
     first, second = running.wait().embeddings
     assert first.tolist() == [1.0]
     assert not second.isfinite().any()
-    assert [cast(Kept, item.sink).rows is None for item in items] == [False, True]
+    assert [sink.rows is None for sink in sinks] == [False, True]
 
 
-def test_failing_sink_discards_all_that_are_not_committed() -> None:
+def test_failing_sink_fails_the_batch_and_nothing_is_left_open(demo: VisionEncoder) -> None:
     class Failing(Kept):
-        discarded = 0
-
-        def _keep(self, index: int) -> None:
+        def _keep(self, index: int, row: torch.Tensor) -> None:
             raise OSError("full")
 
-        def discard(self) -> None:
-            Failing.discarded += 1
-
-    rows = torch.ones(2, 3)
-    good, bad = Kept(), Failing()
+    sinks = [Kept(), Failing()]
+    items = [
+        EncodeItem(image, OutputSpec(), sink) for image, sink in zip(images(demo)[:2], sinks, strict=True)
+    ]
     with pytest.raises(OSError, match="full"):
-        write_tokens([(good, rows), (bad, rows)])
-    assert good.rows is None
-    assert Failing.discarded == 1
+        demo.run(items)
+    assert [sink.rows for sink in sinks] == [None, None]
+    assert all(sink.was_discarded for sink in sinks)
+
+
+def test_sink_that_cannot_be_opened_fails_the_batch_and_closes_the_others(demo: VisionEncoder) -> None:
+    class Unopened(Kept):
+        def open(self, shape: tuple[int, int], dtype: torch.dtype) -> Kept:
+            raise OSError("no files")
+
+    sinks = [Kept(), Unopened()]
+    items = [
+        EncodeItem(image, OutputSpec(), sink) for image, sink in zip(images(demo)[:2], sinks, strict=True)
+    ]
+    with pytest.raises(OSError, match="no files"):
+        demo.launch(items)
+    assert sinks[0].was_discarded
+
+
+def test_batch_that_fails_at_launch_discards_its_sinks(
+    demo: VisionEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink = Kept()
+    items = [EncodeItem(images(demo)[0], OutputSpec(), sink)]
+    monkeypatch.setattr(demo.graphs, "run", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        demo.launch(items)
+    assert sink.was_discarded

@@ -160,7 +160,13 @@ def _result(item: EncodeItem) -> torch.Tensor:
     embedding = known_embedding(item.patches, item.output)
     if item.sink is None:
         return embedding
-    write_tokens([(item.sink, embedding)])
+    height, width = embedding.shape
+    writing = item.sink.open((height, width), embedding.dtype)
+    try:
+        if embedding.isfinite().all():
+            write_tokens([(writing, embedding)])
+    finally:
+        writing.discard()
     return embedding.abs().max().reshape(1)
 
 
