@@ -21,6 +21,8 @@ from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
+from service.chat.door import ChatDoor
+from service.chat.llm_client import LlmClient
 from service.config.settings import Settings
 from service.config.version import find_version
 from service.embedder import Embedder
@@ -40,7 +42,7 @@ from service.metrics import Collects, Metrics
 from service.pipeline import Pipeline
 from service.queue.queue_records import QueueLimits
 from service.queue.tally import OwnTally, Tally
-from service.routes import docs, embed, embeddings, handoff, info, metrics, probes
+from service.routes import docs, embed, embeddings, handoff, info, llm, metrics, probes
 from service.routes.route import RawRoute
 
 logger = logging.getLogger(__name__)
@@ -109,6 +111,7 @@ def create_app(
     store = _open_store(settings, counters, shared)
     embedder = Embedder(settings, engine, resources, writers, store, counters)
     pipeline = Pipeline(settings, engine, budget, writers, fetcher, embedder, store)
+    door = _open_door(settings, pipeline, budget, counters)
     app = FastAPI(
         title="vision-sidecar",
         version=own_version,
@@ -119,12 +122,12 @@ def create_app(
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=_operation_id,
-        lifespan=partial(_lifespan, settings, engine, (decoders, writers), fetcher),
+        lifespan=partial(_lifespan, settings, engine, (decoders, writers), fetcher, door),
     )
     app.state.engine = engine
     app.state.metrics = counters
     _add_middleware(app, settings, engine, counters)
-    _add_routes(app, settings, engine, pipeline, shared)
+    _add_routes(app, settings, engine, pipeline, door, shared)
     if store is not None:
         handoff.add_routes(app.router, store, counters, writers)
     return app
@@ -133,7 +136,8 @@ def create_app(
 def counted_routes(settings: Settings) -> tuple[str, ...]:
     """The templates of all routes but the probes, as metrics name them."""
     handed_over = (handoff.PATH,) if settings.handoff_dir else ()
-    return (embed.PATH, embeddings.PATH, *handed_over, *info.PATHS, metrics.PATH, *docs.PATHS)
+    of_llm = llm.PATHS if settings.llm_url else ()
+    return (embed.PATH, embeddings.PATH, *handed_over, *of_llm, *info.PATHS, metrics.PATH, *docs.PATHS)
 
 
 def _open_store(settings: Settings, counters: Metrics, shared: SharedProcessState) -> TokenStore | None:
@@ -146,9 +150,26 @@ def _open_store(settings: Settings, counters: Metrics, shared: SharedProcessStat
     return store
 
 
+def _open_door(
+    settings: Settings, pipeline: Pipeline, budget: ByteBudget, counters: Metrics
+) -> ChatDoor | None:
+    """The door to the LLM server, if there is one."""
+    if settings.llm_url is None:
+        return None
+    key = settings.llm_api_key
+    llm_client = LlmClient(
+        settings.llm_url, settings.llm_timeout_s, None if key is None else key.get_secret_value()
+    )
+    # A client's key is for this server if there are keys here. Else it is for the LLM server.
+    passes_authorization = key is None and not settings.accepted_keys
+    return ChatDoor(pipeline, llm_client, budget, counters, passes_authorization=passes_authorization)
+
+
 def _add_middleware(app: FastAPI, settings: Settings, engine: Engine, counters: Metrics) -> None:
     """Adds the middleware, the innermost first."""
-    app.add_middleware(EarlyRefusalMiddleware, paths=(embed.PATH, embeddings.PATH), check=engine.check_room)
+    # Chats without images need no room in the queue.
+    embedding_paths = (embed.PATH,) if settings.llm_url else (embed.PATH, embeddings.PATH)
+    app.add_middleware(EarlyRefusalMiddleware, paths=embedding_paths, check=engine.check_room)
     keys = [key.get_secret_value() for key in settings.accepted_keys]
     if keys:
         app.add_middleware(KeyMiddleware, keys=keys, open_paths=OPEN_PATHS)
@@ -162,12 +183,19 @@ def _add_middleware(app: FastAPI, settings: Settings, engine: Engine, counters: 
 
 
 def _add_routes(
-    app: FastAPI, settings: Settings, engine: Engine, pipeline: Pipeline, shared: SharedProcessState
+    app: FastAPI,
+    settings: Settings,
+    engine: Engine,
+    pipeline: Pipeline,
+    door: ChatDoor | None,
+    shared: SharedProcessState,
 ) -> None:
     router = app.router
     router.route_class = RawRoute
     embed.add_routes(router, engine, pipeline)
-    embeddings.add_routes(router, engine, pipeline)
+    embeddings.add_routes(router, engine, pipeline, door)
+    if door is not None:
+        llm.add_routes(router, engine, door)
     probes.add_routes(router, engine)
     info.add_routes(router, settings, engine, app.version, started_at=shared.started_at)
     metrics.add_routes(router, shared.gather)
@@ -188,6 +216,7 @@ async def _lifespan(
     engine: Engine,
     executors: Sequence[ThreadPoolExecutor],
     fetcher: Fetcher,
+    door: ChatDoor | None,
     app: FastAPI,
 ) -> AsyncIterator[None]:
     if settings.is_demo:
@@ -200,6 +229,8 @@ async def _lifespan(
     await asyncio.wait([watching])
     engine.drain()
     await fetcher.aclose()
+    if door is not None:
+        await door.aclose()
     if not engine.close():
         logger.warning("a device is loading, busy or lost; the process ends without it")
     for executor in executors:

@@ -15,8 +15,10 @@ ApiError
 ├── InternalError         500   internal_error
 ├── NonFiniteOutput       500   non_finite_output
 ├── UpstreamFailed        502   image_url_failed
+├── LlmUnreachable        502   llm_unreachable
 ├── Unavailable           503   not_ready · draining · device_failed     (with Retry-After)
 ├── UpstreamTimeout       504   image_url_timeout
+├── LlmTimeout            504   llm_timeout
 └── DeadlineExceeded      504   deadline_exceeded
 """
 
@@ -66,6 +68,8 @@ ErrorCode = Literal[
     "draining",
     "device_failed",
     "image_url_timeout",
+    "llm_unreachable",
+    "llm_timeout",
     "deadline_exceeded",
 ]
 ERROR_CODES: tuple[ErrorCode, ...] = get_args(ErrorCode)
@@ -207,6 +211,17 @@ class NonFiniteOutput(ApiError):
 class UpstreamFailed(ApiError):
     status = 502
     code = "image_url_failed"
+
+
+class LlmUnreachable(ApiError):
+    status = 502
+    code = "llm_unreachable"
+
+
+class LlmTimeout(ApiError):
+    status = 504
+    type = "timeout_error"
+    code = "llm_timeout"
 
 
 class Unavailable(ApiError):

@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from models import BatchStats
 from service.errors import ERROR_CODES, ERROR_STATUSES, ApiError, ErrorCode
 
-Stage = Literal["read", "fetch", "decode", "queue", "encode", "serialize"]
+Stage = Literal["read", "fetch", "decode", "queue", "encode", "serialize", "llm"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
 CacheKind = Literal["vector", "tokens"]
 CACHE_KINDS: tuple[CacheKind, ...] = get_args(CacheKind)
@@ -25,6 +25,7 @@ MISS_REASONS = ("oversize", "disabled", "error")
 CLIENT_LEFT = 499  # in place of a status if the client has left before the answer
 STATUSES = (200, 204, 206, *sorted((*ERROR_STATUSES, CLIENT_LEFT)))
 OTHER = "other"  # a route or status that is not in the closed list
+LLM_OUTCOMES = (*map(str, STATUSES), "unreachable", "timeout", "abandoned", OTHER)
 
 STAGE_BUCKETS_S = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 REQUEST_BUCKETS_S = (
@@ -125,6 +126,8 @@ class Metrics:
         self._create_batch_metrics(make)
         self._create_device_metrics(make)
         self._create_cache_metrics(make)
+        llm_requests = make.counter("llm_requests", "Requests passed on to the LLM server.", "status")
+        self._llm_requests = {status: llm_requests.labels(status) for status in LLM_OUTCOMES}
         self._queue_images = make.gauge("queue_images", "Images that wait for a device.")
         self._queue_tokens = make.gauge("queue_tokens", "Image tokens that wait for a device.")
         self._queue_limit_tokens = make.gauge(
@@ -264,6 +267,10 @@ class Metrics:
     def count_evictions(self, number: int) -> None:
         """Counts entries of the store that were dropped to make room."""
         self._handoff_evictions.inc(number)
+
+    def count_llm_request(self, status: str) -> None:
+        """Counts a request to the LLM server by the status of its answer, or by how it failed."""
+        self._llm_requests[status if status in self._llm_requests else OTHER].inc()
 
     def count_read(self) -> None:
         """Counts an entry of the store that was read over HTTP."""

@@ -26,11 +26,13 @@ from service.embedder import Embedder, HasEncoder
 from service.errors import BadRequest, BodyTimeout, DeadlineExceeded
 from service.fetching.fetcher import Fetcher
 from service.handoff.answer import handoff_answer
+from service.handoff.entry import Entry
 from service.handoff.store import TokenStore
 from service.handoff.vector_cache import EmbeddedImage
 from service.http.context import RequestContext, context_of
+from service.intake.body import read_body
 from service.intake.byte_budget import ByteBudget, Permit
-from service.intake.embed_body import BodyLimits, Images
+from service.intake.embed_body import BodyLimits, BodyReader, Images
 from service.intake.intake import Intake, embed_intake, openai_intake
 from service.intake.openai_body import ServedModel
 from service.intake.request_head import RequestHead, parse_head
@@ -70,7 +72,7 @@ class Pipeline:
         self._store = store
         self._model_name = settings.served_name
         self._timeout_s = settings.request_timeout_s
-        self._body_limits = BodyLimits(
+        self.body_limits = BodyLimits(
             max_body_bytes=settings.max_body_bytes,
             max_image_bytes=settings.max_image_bytes,
             max_images=settings.max_images_per_request,
@@ -89,9 +91,9 @@ class Pipeline:
     async def _answer(self, request: Request, make_intake: MakeIntake) -> Answer:
         """One request, from its head to its answer."""
         context = context_of(request.scope)
-        async with self._time_limit(context):
+        async with self.time_limit(context):
             head = parse_head(request.headers, request.scope["query_string"])
-            intake = make_intake(head, self._body_limits)
+            intake = make_intake(head, self.body_limits)
             with self._budget.permit(intake.num_bytes) as permit:
                 images, options = await self._read(intake, request, permit, context)
                 store = self._store_for(options)
@@ -103,7 +105,7 @@ class Pipeline:
                 return await self._serialize(embedded, options, context)
 
     @asynccontextmanager
-    async def _time_limit(self, context: RequestContext) -> AsyncIterator[None]:
+    async def time_limit(self, context: RequestContext) -> AsyncIterator[None]:
         """Raises `BodyTimeout` or `DeadlineExceeded` `request_timeout_s` after the request began."""
         try:
             async with asyncio.timeout(self._timeout_s - context.duration_s) as timeout:
@@ -119,7 +121,23 @@ class Pipeline:
         self, intake: Intake, request: Request, permit: Permit, context: RequestContext
     ) -> tuple[Images, AnswerOptions]:
         with context.stage("read"):
-            return await intake.read(_permitted(request.stream(), permit, context), self._run_blocking)
+            return await intake.read(_permitted(request.stream(), permit, context), self.run_blocking)
+
+    async def read(
+        self, reader: BodyReader[T], request: Request, permit: Permit, context: RequestContext
+    ) -> T:
+        """Reads a body that is not one of `/embed`. Raises as `read_body` does."""
+        with context.stage("read"):
+            chunks = _permitted(request.stream(), permit, context)
+            return await read_body(reader, chunks, self.body_limits, self.run_blocking)
+
+    async def hand_over(
+        self, images: Images, request: Request, permit: Permit, context: RequestContext
+    ) -> Sequence[Entry]:
+        """The entries of the images, leased, with their tokens in the store. Raises as `embed` does."""
+        assert self._store is not None, "the settings ask for a store"
+        files = await self._fetch(images, permit, context)
+        return await self._embedder.hand_over(self._store, files, request, context)
 
     def _store_for(self, options: AnswerOptions) -> TokenStore | None:
         """The store if the tokens are handed over. Raises `BadRequest` if there is no store."""
@@ -151,9 +169,9 @@ class Pipeline:
         with context.stage("serialize"):
             if sum(embedding.numel() for embedding in embeddings) <= _INLINE_NUMBERS:
                 return serialize(self._identity, options, facts, embeddings)
-            return await self._run_blocking(serialize, self._identity, options, facts, embeddings)
+            return await self.run_blocking(serialize, self._identity, options, facts, embeddings)
 
-    async def _run_blocking(self, function: Callable[[*Ts], T], /, *args: *Ts) -> T:
+    async def run_blocking(self, function: Callable[[*Ts], T], /, *args: *Ts) -> T:
         """Runs a function off the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._writers, function, *args)
 

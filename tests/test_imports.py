@@ -19,6 +19,7 @@ ORDER = (
     "service.server",
     "service.app",
     "service.routes",
+    "service.chat",
     "service.pipeline",
     "service.embedder",
     "service.http",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
 from pydantic_core import PydanticCustomError
@@ -48,6 +49,26 @@ def _check_key(key: SecretStr) -> SecretStr:
     return key
 
 
+def _check_llm_url(text: str) -> str:
+    """Returns the URL without a slash at its end. The paths of the LLM server begin after it."""
+    url = text.rstrip("/")
+    try:
+        is_usable = _is_llm_url(urlsplit(url))
+    except ValueError:  # a port or an address that is none
+        is_usable = False
+    if not is_usable or not re.fullmatch(r"[!-~]+", url):
+        raise PydanticCustomError(
+            "url", "the URL of an LLM server is written like http://localhost:8000, without /v1"
+        )
+    return url
+
+
+def _is_llm_url(parts: SplitResult) -> bool:
+    is_server = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    has_more = parts.query or parts.fragment or "@" in parts.netloc or parts.path.endswith("/v1")
+    return is_server and not has_more
+
+
 def _named(value: object) -> object:
     """Refuses an empty path, which would mean the working directory."""
     if value == "":
@@ -83,6 +104,7 @@ _Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+)$
 
 Hosts = Annotated[tuple[_Host, ...], BeforeValidator(split_list)]
 Keys = Annotated[tuple[_Key, ...], BeforeValidator(_split_keys)]
+LlmUrl = Annotated[str, AfterValidator(_check_llm_url)]
 NamedFile = Annotated[Path, BeforeValidator(_named)]
 Networks = Annotated[tuple[Network, ...], BeforeValidator(split_list)]
 Origins = Annotated[tuple[_Origin, ...], BeforeValidator(split_list)]

@@ -15,7 +15,16 @@ from typing import Annotated, Literal, NoReturn, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
-from service.config.setting_types import Hosts, Keys, NamedFile, Networks, Origins, read_keys, split_list
+from service.config.setting_types import (
+    Hosts,
+    Keys,
+    LlmUrl,
+    NamedFile,
+    Networks,
+    Origins,
+    read_keys,
+    split_list,
+)
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -181,6 +190,17 @@ class Settings(BaseModel):
         description="most bytes of pooled vectors that each API server keeps, so that an image that was seen "
         "before is not encoded again; 0: none",
     )
+    llm_url: LlmUrl | None = Field(
+        None,
+        description="URL of an LLM server, such as http://localhost:8000; its chat requests come to this "
+        "server, which embeds their images and passes them on [none]",
+    )
+    llm_api_key_file: NamedFile | None = Field(
+        None, description="file with the LLM server's API key, which takes the place of the client's"
+    )
+    llm_timeout_s: Seconds = Field(
+        600.0, description="longest time in seconds that the LLM server may send nothing"
+    )
     allowed_media_domains: Hosts = Field(
         (), description="exact hosts that image URLs may name, comma-separated [no URL is fetched]"
     )
@@ -231,11 +251,33 @@ class Settings(BaseModel):
         for name in ("handoff_bytes", "handoff_lease_s"):
             if self.handoff_dir is None and name in self.model_fields_set:
                 _refuse(f"{flag_of(name)} has no effect without --handoff-dir")
+        self._refuse_contradictions_about_llm()
         if self.allowed_media_networks and not self.allowed_media_domains:
             _refuse("--allowed-media-networks has no effect without --allowed-media-domains")
         self._refuse_contradictions_about_graphs()
         self.accepted_keys  # noqa: B018 - an unreadable file must stop the start
         return self
+
+    def _refuse_contradictions_about_llm(self) -> None:
+        if self.llm_url is not None and self.handoff_dir is None:
+            _refuse("--llm-url needs --handoff-dir, where the LLM server finds the tokens")
+        for name in ("llm_api_key_file", "llm_timeout_s"):
+            if self.llm_url is None and name in self.model_fields_set:
+                _refuse(f"{flag_of(name)} has no effect without --llm-url")
+        self.llm_api_key  # noqa: B018 - an unreadable file must stop the start
+
+    @cached_property
+    def llm_api_key(self) -> SecretStr | None:
+        """The key of the LLM server, if its file has one."""
+        if self.llm_api_key_file is None:
+            return None
+        try:
+            keys = read_keys(self.llm_api_key_file)
+        except ValueError as error:
+            _refuse(f"{flag_of('llm_api_key_file')}: {error}")
+        if len(keys) > 1:
+            _refuse(f"{flag_of('llm_api_key_file')}: {self.llm_api_key_file} has more than one key")
+        return keys[0]
 
     def _refuse_contradictions_about_graphs(self) -> None:
         asking = self.asks_for_graphs

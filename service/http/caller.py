@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive
 
 
@@ -35,3 +36,30 @@ def watch_caller(receive: Receive, on_left: Callable[[], None]) -> Iterator[None
 
 async def _receive(receive: Receive) -> Message:
     return await receive()
+
+
+@contextmanager
+def ended_by_caller(receive: Receive) -> Iterator[None]:
+    """Cancels the block once the caller closes the connection, and raises `ClientDisconnect` in its place.
+
+    The body must have been read. For work that has no other end than its own.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "called outside of a task"
+    has_left = is_over = False
+
+    def on_left() -> None:
+        nonlocal has_left
+        if not is_over:
+            has_left = True
+            task.cancel()
+
+    try:
+        with watch_caller(receive, on_left):
+            yield
+    except asyncio.CancelledError:
+        if has_left and task.uncancel() == 0:  # else the server cancelled it, too
+            raise ClientDisconnect from None
+        raise
+    finally:
+        is_over = True

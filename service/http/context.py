@@ -46,10 +46,10 @@ class RequestContext:
 
     @contextmanager
     def stage(self, name: Stage) -> Iterator[None]:
-        """Measures a stage: the block, unless it raises."""
+        """Measures a stage: the block, unless it raises. The times of a stage that runs twice add up."""
         started_at = time.perf_counter()
         yield
-        self.stages_s[name] = time.perf_counter() - started_at
+        self.stages_s[name] = self.stages_s.get(name, 0.0) + time.perf_counter() - started_at
 
 
 def context_of(scope: Scope) -> RequestContext:

@@ -29,6 +29,7 @@ from service.errors import ApiError, BadRequest, BodyTimeout, HeadersTooLarge
 from service.http.response_parts import (
     FIXED_HEADERS,
     Headers,
+    ResponseCutOff,
     error_response,
     identity_headers,
     new_request_id,
@@ -217,7 +218,7 @@ class Protocol(HttpToolsProtocol):
                 await app(scope, receive, send_and_maybe_close)
             except ClientDisconnect:
                 pass  # nobody is left to read a response
-            except asyncio.CancelledError:  # the server ends in the middle of a response
+            except (asyncio.CancelledError, ResponseCutOff):  # in the middle of a response
                 cycle.disconnected = True
                 self.transport.close()
 

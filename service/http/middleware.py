@@ -22,6 +22,7 @@ from service.http.cors import Cors
 from service.http.response_parts import (
     FIXED_HEADERS,
     Headers,
+    ResponseCutOff,
     error_response,
     identity_headers,
     new_request_id,
@@ -79,6 +80,8 @@ class RequestMiddleware:
                 logger.info("%s: the caller left", self._title(scope), extra=self._log_members(scope))
         except ApiError as error:
             self._log(scope, error)
+            if context.response_has_begun:
+                raise ResponseCutOff from error
             await _send_error(context, error, send)
         except asyncio.CancelledError:
             if context.response_has_begun:

@@ -19,6 +19,10 @@ FIXED_HEADERS: Headers = [
 ]
 
 
+class ResponseCutOff(Exception):
+    """A response that has begun cannot be completed. The connection is closed, so that the client sees it."""
+
+
 def new_request_id() -> str:
     """An id for a request without a valid one."""
     return uuid.uuid4().hex

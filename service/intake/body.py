@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import TypeVar
 
 from service.errors import BadRequest, BodyTimeout, TooLarge, UnsupportedMedia
 from service.intake.content_type import ContentType, is_image_type
@@ -22,6 +23,8 @@ from service.intake.json_body import JsonReader, parse_json_body
 from service.intake.multipart import MultipartReader
 from service.intake.openai_body import ServedModel, parse_openai_body
 
+T = TypeVar("T")
+
 _SERVED_TYPES = "image/*, application/octet-stream, multipart/form-data and application/json"
 _HINT = "for one image send its bytes: curl --data-binary @photo.jpg -H 'Content-Type: image/jpeg' URL"
 
@@ -29,7 +32,7 @@ _HINT = "for one image send its bytes: curl --data-binary @photo.jpg -H 'Content
 _SLICE_BYTES = 2**16
 
 
-def embed_reader(content_type: ContentType | None, limits: BodyLimits) -> BodyReader:
+def embed_reader(content_type: ContentType | None, limits: BodyLimits) -> BodyReader[EmbedBody]:
     """The reader for a body of `/embed`.
 
     Raises `UnsupportedMedia` for other content types, `BadRequest` if a form has no boundary.
@@ -49,7 +52,9 @@ def embed_reader(content_type: ContentType | None, limits: BodyLimits) -> BodyRe
     raise _unsupported(f"the content type {shown or 'given'} is not served")
 
 
-def openai_reader(content_type: ContentType | None, limits: BodyLimits, served: ServedModel) -> BodyReader:
+def openai_reader(
+    content_type: ContentType | None, limits: BodyLimits, served: ServedModel
+) -> BodyReader[EmbedBody]:
     """The reader for a body of `/v1/embeddings`. Raises `UnsupportedMedia` if it is not JSON."""
     if content_type is None or content_type.media_type != b"application/json":
         raise UnsupportedMedia(
@@ -73,8 +78,8 @@ def check_length(content_length: int | None, limits: BodyLimits) -> None:
 
 
 async def read_body(
-    reader: BodyReader, chunks: AsyncIterator[bytes], limits: BodyLimits, run_blocking: RunBlocking
-) -> EmbedBody:
+    reader: BodyReader[T], chunks: AsyncIterator[bytes], limits: BodyLimits, run_blocking: RunBlocking
+) -> T:
     """Feeds the chunks of a body to its reader, within limits on bytes and time.
 
     `run_blocking` takes work on large bodies off the event loop. Raises `ApiError`. An error of `chunks`, for
@@ -97,7 +102,7 @@ async def read_body(
     return await reader.finish(run_blocking)
 
 
-async def _feed(reader: BodyReader, chunk: bytes) -> None:
+async def _feed(reader: BodyReader[object], chunk: bytes) -> None:
     """Yields to the event loop between slices: some bytes take a hundred times as long as others."""
     reader.feed(chunk[:_SLICE_BYTES])
     for start in range(_SLICE_BYTES, len(chunk), _SLICE_BYTES):

@@ -63,3 +63,9 @@ class Permit:
         self._budget.check(num_bytes)
         self._budget.held.own += num_bytes
         self.num_bytes += num_bytes
+
+    def keep(self, num_bytes: int) -> None:
+        """Releases all bytes but `num_bytes`, if it holds more."""
+        released = max(self.num_bytes - num_bytes, 0)
+        self._budget.held.own -= released
+        self.num_bytes -= released

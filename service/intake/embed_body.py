@@ -14,6 +14,7 @@ from service.fetching.image_urls import ImageUrl
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
+Body = TypeVar("Body", covariant=True)
 
 Images = tuple[bytes | ImageUrl, ...]  # of one request: the bytes or the URL of each
 
@@ -46,13 +47,13 @@ class RunBlocking(Protocol):
 _MAX_JOINED_INLINE_BYTES = 2**20
 
 
-class BodyReader(Protocol):
+class BodyReader(Protocol[Body]):
     """Reads one body of one form. Created for one request."""
 
     def feed(self, chunk: bytes) -> None:
         """Takes the next bytes. Raises `ApiError` as soon as a limit is passed."""
 
-    async def finish(self, run_blocking: RunBlocking) -> EmbedBody:
+    async def finish(self, run_blocking: RunBlocking) -> Body:
         """Returns the content of the body, which has ended. Raises `ApiError`."""
 
 

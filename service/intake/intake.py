@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from service.answers.answer_options import AnswerOptions
 from service.errors import UnsupportedMedia
 from service.intake.body import check_length, embed_reader, openai_reader, read_body, takes_options
-from service.intake.embed_body import BodyLimits, BodyReader, Images, RunBlocking
+from service.intake.embed_body import BodyLimits, BodyReader, EmbedBody, Images, RunBlocking
 from service.intake.openai_body import ServedModel
 from service.intake.options import check_options, openai_options, read_query, resolve_options
 from service.intake.request_head import RequestHead
@@ -27,7 +27,7 @@ class Intake:
     """A request whose head has been checked and whose body is still to come."""
 
     num_bytes: int  # of the body, as the head says; 0 if it does not say
-    _reader: BodyReader
+    _reader: BodyReader[EmbedBody]
     _limits: BodyLimits
     _resolve: Resolve
 
@@ -63,11 +63,16 @@ def _embed_options(head: RequestHead) -> Resolve:
     return lambda sent: options
 
 
-def _intake(head: RequestHead, limits: BodyLimits, resolve: Resolve, reader: BodyReader) -> Intake:
+def _intake(head: RequestHead, limits: BodyLimits, resolve: Resolve, reader: BodyReader[EmbedBody]) -> Intake:
+    check_head(head, limits)
+    return Intake(head.content_length or 0, reader, limits, resolve)
+
+
+def check_head(head: RequestHead, limits: BodyLimits) -> None:
+    """Raises `UnsupportedMedia` for a compressed body, `TooLarge` for one that is announced as too large."""
     if head.content_encoding != "identity":
         raise UnsupportedMedia(
             "a compressed body is not served; send it without Content-Encoding",
             code="unsupported_content_type",
         )
     check_length(head.content_length, limits)
-    return Intake(head.content_length or 0, reader, limits, resolve)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Generic, NoReturn, TypeVarTuple
+from typing import Generic, NoReturn, TypeVar, TypeVarTuple
 
 from service.errors import ApiError, BadRequest, InvalidShape, image_param, printable
 from service.fetching.image_urls import ImageUrl
@@ -16,6 +16,7 @@ from service.intake.embed_body import BodyLimits, EmbedBody, RunBlocking, check_
 from service.intake.inline_images import decode_base64, decode_item, decode_url
 from service.intake.options import FLAGS, OPTION_NAMES
 
+R = TypeVar("R")
 Ts = TypeVarTuple("Ts")
 
 # Larger documents are parsed off the event loop. For smaller ones a hop to another thread costs more.
@@ -24,10 +25,10 @@ MAX_INLINE_BYTES = 2**16
 _MAX_STRUCTURAL_CHARS = 100_000
 
 
-class JsonReader(Generic[*Ts]):
+class JsonReader(Generic[R, *Ts]):
     """Collects the bytes of a document and calls `parse(chunks, *arguments)` once it is complete."""
 
-    def __init__(self, parse: Callable[[list[bytes], *Ts], EmbedBody], *arguments: *Ts) -> None:
+    def __init__(self, parse: Callable[[list[bytes], *Ts], R], *arguments: *Ts) -> None:
         self._parse = parse
         self._arguments = arguments
         self._chunks: list[bytes] = []
@@ -38,7 +39,7 @@ class JsonReader(Generic[*Ts]):
         self._chunks.append(chunk)
         self._num_bytes += len(chunk)
 
-    async def finish(self, run_blocking: RunBlocking) -> EmbedBody:
+    async def finish(self, run_blocking: RunBlocking) -> R:
         """Parses the document, a large one through `run_blocking`. Raises what `parse` raises."""
         if self._num_bytes > MAX_INLINE_BYTES:
             return await run_blocking(self._parse, self._chunks, *self._arguments)

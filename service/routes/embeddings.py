@@ -6,25 +6,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastapi import APIRouter, Request, Response
+from starlette.types import Receive, Scope, Send
 
+from service.chat.chat_body import CHAT
+from service.chat.door import ChatDoor
 from service.engine.engine import Engine
 from service.errors import ApiError, BadRequest, InvalidShape
 from service.pipeline import Pipeline
 from service.routes.openapi import EMBEDDINGS_OPENAPI, error_responses
-from service.routes.response import AnswerResponse
+from service.routes.response import AcceptedResponse, AnswerResponse
 from service.routes.schemas import OpenAIResponse
 
 PATH = "/v1/embeddings"
 
 
-def add_routes(router: APIRouter, engine: Engine, pipeline: Pipeline) -> None:
+def add_routes(router: APIRouter, engine: Engine, pipeline: Pipeline, door: ChatDoor | None) -> None:
+    """With a `door`, requests with messages in place of `input` are for the LLM server."""
+
     async def embeddings(request: Request) -> Response:
-        with engine.accept(), _openai_errors():
+        with engine.accept():
+            return await own(request)
+
+    async def own(request: Request) -> Response:
+        with _openai_errors():
             return AnswerResponse(await pipeline.embed_openai(request))
+
+    async def either(request: Request) -> Response:
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            assert door is not None, "the route has a door"
+            seen, is_chat = await door.look(request)
+            if is_chat:
+                await door.serve(seen, PATH, CHAT, send)
+            else:
+                response = await own(seen)
+                await response(scope, receive, send)
+
+        return AcceptedResponse(engine, respond)
 
     router.add_api_route(
         PATH,
-        embeddings,
+        embeddings if door is None else either,
         methods=["POST"],
         summary="Embeddings of images, in the shape of OpenAI's API",
         description="One unit vector for each image of `input`: the normalized mean of its tokens. "

@@ -20,7 +20,7 @@ PATHS = (INFO, MODELS, MODEL)
 def add_routes(
     router: APIRouter, settings: Settings, engine: Engine, version: str, *, started_at: int
 ) -> None:
-    """`started_at`: seconds since 1970."""
+    """`started_at`: seconds since 1970. An LLM server has its own list of models."""
     card = ModelCard(id=settings.served_name, created=started_at)
     model_body = card.model_dump_json().encode()
     models_body = ModelList(data=[card]).model_dump_json().encode()
@@ -50,13 +50,14 @@ def add_routes(
         responses={200: {"model": Info}, **error_responses(503)},
         tags=["model"],
     )
-    router.add_api_route(
-        MODELS,
-        models,
-        summary="The served model, in the shape of OpenAI's API",
-        responses={200: {"model": ModelList}},
-        tags=["model"],
-    )
+    if settings.llm_url is None:
+        router.add_api_route(
+            MODELS,
+            models,
+            summary="The served model, in the shape of OpenAI's API",
+            responses={200: {"model": ModelList}},
+            tags=["model"],
+        )
     router.add_api_route(
         MODEL,
         model,

@@ -21,9 +21,10 @@ STATUS_TEXTS = {
     429: "The server is full: retry after the seconds in `Retry-After`",
     431: "The headers are too large",
     500: "The server failed; its log has the request id",
-    502: "An image URL could not be fetched because its server failed",
+    502: "The server of an image URL failed, or the LLM server cannot be reached",
     503: "Not ready, shutting down, or the device failed",
-    504: "The request took longer than the time limit, or an image did not arrive from its URL in time",
+    504: "The request took longer than the time limit, an image did not arrive from its URL in time, "
+    "or the LLM server sent nothing for too long",
 }
 
 

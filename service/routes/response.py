@@ -1,11 +1,12 @@
-"""The response of the routes for embeddings: pieces of bytes, sent one after the other."""
+"""The responses of the routes: pieces of bytes, or an answer that is passed on while it comes."""
 
 from __future__ import annotations
 
 from fastapi import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.answers.answer import Answer
+from service.engine.engine import Engine
 
 
 class AnswerResponse(Response):
@@ -20,3 +21,16 @@ class AnswerResponse(Response):
         for piece in self._pieces[:-1]:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body", "body": self._pieces[-1]})
+
+
+class AcceptedResponse(Response):
+    """A response that `respond` makes and sends. The request counts as accepted until it is sent."""
+
+    def __init__(self, engine: Engine, respond: ASGIApp) -> None:
+        super().__init__()
+        self._engine = engine
+        self._respond = respond
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._engine.accept():
+            await self._respond(scope, receive, send)
