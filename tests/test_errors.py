@@ -12,6 +12,8 @@ from service.errors import (
     HeadersTooLarge,
     InternalError,
     InvalidShape,
+    LlmTimeout,
+    LlmUnreachable,
     MethodNotAllowed,
     NonFiniteOutput,
     NotAcceptable,
@@ -47,10 +49,12 @@ EXAMPLES: list[tuple[ApiError, int, str, str]] = [
     (InternalError("m"), 500, "server_error", "internal_error"),
     (NonFiniteOutput("m"), 500, "server_error", "non_finite_output"),
     (UpstreamFailed("m"), 502, "server_error", "image_url_failed"),
+    (LlmUnreachable("m"), 502, "server_error", "llm_unreachable"),
     (Unavailable("m"), 503, "server_error", "not_ready"),
     (Unavailable("m", code="device_failed"), 503, "server_error", "device_failed"),
     (DeadlineExceeded(), 504, "timeout_error", "deadline_exceeded"),
     (UpstreamTimeout("m"), 504, "timeout_error", "image_url_timeout"),
+    (LlmTimeout("m"), 504, "timeout_error", "llm_timeout"),
 ]
 
 

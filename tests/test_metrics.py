@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from models import BatchStats
 from service.errors import ERROR_CODES, HeadersTooLarge
-from service.metrics import MISS_REASONS, STAGES, STATUSES, Metrics, render
+from service.metrics import LLM_OUTCOMES, MISS_REASONS, STAGES, STATUSES, Metrics, render
 
 P = "vision_sidecar_"
 ROUTES = ("/embed", "/info")
@@ -70,6 +70,7 @@ def test_label_sets_are_closed_and_start_at_0(board: Board) -> None:
     assert series[P + "request_duration_seconds_count"] == _labels("route", routes)
     assert series[P + "stage_duration_seconds_count"] == _labels("stage", STAGES)
     assert series[P + "errors_total"] == _labels("code", ERROR_CODES)
+    assert series[P + "llm_requests_total"] == _labels("status", LLM_OUTCOMES)
     for name in ("images_total", "image_tokens_total", "requests_in_flight", "ready", "batch_images_count"):
         assert board(name) == 0
     assert board("requests_total", route="/embed", status="499") == 0
@@ -96,6 +97,7 @@ def test_using_the_metrics_adds_no_series(board: Board) -> None:
     board.metrics.observe_request("/nowhere", 418, 0.1)
     board.metrics.observe_stage("decode", 0.1)
     board.metrics.count_error("invalid_image")
+    board.metrics.count_llm_request("418")
     board.metrics.observe_batch(stats("cuda:0", misses={"oversize": 1}))
     board.metrics.observe_batch(stats("cuda:0", hits=1, replays={64: 1}))
     assert board.series() == before
@@ -139,6 +141,7 @@ def test_names_are_those_of_the_contract(board: Board) -> None:
         "handoff_leased_bytes": "gauge",
         "handoff_evictions": "counter",
         "handoff_reads": "counter",
+        "llm_requests": "counter",
         "ready": "gauge",
         "info": "gauge",
     }
@@ -183,6 +186,13 @@ def test_stages_and_errors_are_recorded(board: Board) -> None:
     board.metrics.count_error("draining")
     assert board("stage_duration_seconds_sum", stage="queue") == 0.5
     assert board("errors_total", code="draining") == 1
+
+
+def test_requests_to_the_llm_server_are_counted_by_their_end(board: Board) -> None:
+    for status in ("200", "418", "200", "unreachable"):
+        board.metrics.count_llm_request(status)
+    for status, count in (("200", 2), ("other", 1), ("unreachable", 1), ("timeout", 0)):
+        assert board("llm_requests_total", status=status) == count
 
 
 def test_device_starts_at_0_when_it_is_added(board: Board) -> None:

@@ -54,6 +54,11 @@ def _available_cores() -> int:
 SECRETS = frozenset({"api_keys"})
 # Settings that restrict access. An empty value is an error, because it would open the server to all.
 NEVER_EMPTY = frozenset({"api_keys", "api_keys_file"})
+# Settings that have no effect without another one.
+_NEEDED = {
+    **dict.fromkeys(("handoff_bytes", "handoff_lease_s"), "handoff_dir"),
+    **dict.fromkeys(("llm_api_key_file", "llm_timeout_s"), "llm_url"),
+}
 
 
 class Settings(BaseModel):
@@ -192,15 +197,12 @@ class Settings(BaseModel):
     )
     llm_url: LlmUrl | None = Field(
         None,
-        description="URL of an LLM server, such as http://localhost:8000; its chat requests come to this "
-        "server, which embeds their images and passes them on [none]",
+        description="URL of an LLM server, such as http://localhost:8000, for chats that come here [none]",
     )
     llm_api_key_file: NamedFile | None = Field(
         None, description="file with the LLM server's API key, which takes the place of the client's"
     )
-    llm_timeout_s: Seconds = Field(
-        600.0, description="longest time in seconds that the LLM server may send nothing"
-    )
+    llm_timeout_s: Seconds = Field(600.0, description="longest silence of the LLM server in seconds")
     allowed_media_domains: Hosts = Field(
         (), description="exact hosts that image URLs may name, comma-separated [no URL is fetched]"
     )
@@ -248,36 +250,16 @@ class Settings(BaseModel):
                 f"--data-parallel-size {self.data_parallel_size} uses several GPUs, "
                 f"but --device {self.device} names a single one"
             )
-        for name in ("handoff_bytes", "handoff_lease_s"):
-            if self.handoff_dir is None and name in self.model_fields_set:
-                _refuse(f"{flag_of(name)} has no effect without --handoff-dir")
-        self._refuse_contradictions_about_llm()
+        for name, needed in _NEEDED.items():
+            if name in self.model_fields_set and getattr(self, needed) is None:
+                _refuse(f"{flag_of(name)} has no effect without {flag_of(needed)}")
+        if self.llm_url is not None and self.handoff_dir is None:
+            _refuse("--llm-url needs --handoff-dir, where the LLM server finds the tokens")
         if self.allowed_media_networks and not self.allowed_media_domains:
             _refuse("--allowed-media-networks has no effect without --allowed-media-domains")
         self._refuse_contradictions_about_graphs()
-        self.accepted_keys  # noqa: B018 - an unreadable file must stop the start
+        self.accepted_keys, self.llm_api_key  # noqa: B018 - an unreadable file must stop the start
         return self
-
-    def _refuse_contradictions_about_llm(self) -> None:
-        if self.llm_url is not None and self.handoff_dir is None:
-            _refuse("--llm-url needs --handoff-dir, where the LLM server finds the tokens")
-        for name in ("llm_api_key_file", "llm_timeout_s"):
-            if self.llm_url is None and name in self.model_fields_set:
-                _refuse(f"{flag_of(name)} has no effect without --llm-url")
-        self.llm_api_key  # noqa: B018 - an unreadable file must stop the start
-
-    @cached_property
-    def llm_api_key(self) -> SecretStr | None:
-        """The key of the LLM server, if its file has one."""
-        if self.llm_api_key_file is None:
-            return None
-        try:
-            keys = read_keys(self.llm_api_key_file)
-        except ValueError as error:
-            _refuse(f"{flag_of('llm_api_key_file')}: {error}")
-        if len(keys) > 1:
-            _refuse(f"{flag_of('llm_api_key_file')}: {self.llm_api_key_file} has more than one key")
-        return keys[0]
 
     def _refuse_contradictions_about_graphs(self) -> None:
         asking = self.asks_for_graphs
@@ -318,12 +300,15 @@ class Settings(BaseModel):
     @cached_property
     def accepted_keys(self) -> tuple[SecretStr, ...]:
         """All keys that a client may send. If there are none, no key is needed."""
-        if self.api_keys_file is None:
-            return self.api_keys
-        try:
-            return self.api_keys + read_keys(self.api_keys_file)
-        except ValueError as error:
-            _refuse(f"{flag_of('api_keys_file')}: {error}")
+        return self.api_keys + _keys_of("api_keys_file", self.api_keys_file)
+
+    @cached_property
+    def llm_api_key(self) -> SecretStr | None:
+        """The key that is sent to the LLM server."""
+        keys = _keys_of("llm_api_key_file", self.llm_api_key_file)
+        if len(keys) > 1:
+            _refuse(f"--llm-api-key-file: {self.llm_api_key_file} has more than one key")
+        return keys[0] if keys else None
 
     @property
     def is_demo(self) -> bool:
@@ -345,6 +330,14 @@ class Settings(BaseModel):
         if self.is_hub_id:
             return self.model
         return Path(self.model).absolute().name or "model"
+
+
+def _keys_of(name: str, file: Path | None) -> tuple[SecretStr, ...]:
+    """The keys in a file, which the setting `name` gives. None if there is no file."""
+    try:
+        return () if file is None else read_keys(file)
+    except ValueError as error:
+        _refuse(f"{flag_of(name)}: {error}")
 
 
 def _contradiction(small: str, small_value: float, large: str, large_value: float) -> NoReturn:

@@ -51,6 +51,9 @@ OTHERS = {
     "handoff_bytes": "1000000",
     "handoff_lease_s": "7.5",
     "cache_bytes": "0",
+    "llm_url": "http://llm:8000",
+    "llm_api_key_file": str(Path(__file__).parent / "llm-api-key.txt"),
+    "llm_timeout_s": "7.5",
     "allowed_media_domains": "images.example.org,10.1.2.3",
     "allowed_media_networks": "10.1.0.0/16,fd00::/8",
     "media_timeout_s": "0.5",
@@ -63,17 +66,22 @@ VALUES = {
     "api_keys_file": Path(OTHERS["api_keys_file"]),
     "cors_allow_origins": ("https://example.org", "http://localhost:3000"),
     "handoff_dir": Path(OTHERS["handoff_dir"]),
+    "llm_api_key_file": Path(OTHERS["llm_api_key_file"]),
     "cudagraph_mm_encoder": True,
     "encoder_cudagraph_token_budgets": (64, 100, 4096),
     "allowed_media_domains": ("images.example.org", "10.1.2.3"),
     "allowed_media_networks": (ip_network("10.1.0.0/16"), ip_network("fd00::/8")),
 }
+LLM = ["--handoff-dir", "/dev/shm/tokens", "--llm-url", "http://llm:8000"]
 # Settings that some others need.
 COMPANIONS = {
     "revision": ["--model", "some/model"],
     "allowed_media_networks": ["--allowed-media-domains", "images.example.org"],
     "handoff_bytes": ["--handoff-dir", "/dev/shm/tokens"],
     "handoff_lease_s": ["--handoff-dir", "/dev/shm/tokens"],
+    "llm_url": LLM[:2],
+    "llm_api_key_file": LLM,
+    "llm_timeout_s": LLM,
 }
 
 

@@ -57,6 +57,9 @@ DEFAULTS: dict[str, Any] = {
     "handoff_bytes": 8 * 2**30,
     "handoff_lease_s": 120.0,
     "cache_bytes": 256 * 2**20,
+    "llm_url": None,
+    "llm_api_key_file": None,
+    "llm_timeout_s": 600.0,
     "shutdown_delay_s": 0.0,
     "shutdown_grace_s": 35.0,
 }
@@ -72,6 +75,7 @@ def test_largest_pixel_limit_is_that_of_the_decoder() -> None:
         Settings(max_image_pixels=MAX_PIXELS_SUPPORTED + 1)
 
 
+LLM = ["--handoff-dir", "/dev/shm/tokens", "--llm-url", "http://llm:8000"]
 BUDGETS = ["--encoder-cudagraph-token-budgets", "64,128"]
 STEPS = ["--encoder-cudagraph-budget-steps", "8"]
 MAX_IMAGES = ["--encoder-cudagraph-max-images-per-batch", "4"]
@@ -92,6 +96,10 @@ SDPA = ["--mm-encoder-attn-backend", "TORCH_SDPA"]
         (["--revision", "v1", "--model", "./folder"], ["--revision v1", "--model", "./folder"]),
         (["--data-parallel-size", "2", "--device", "cuda:0"], ["--data-parallel-size 2", "--device cuda:0"]),
         (["--allowed-media-networks", "10.0.0.0/8"], ["--allowed-media-networks", "--allowed-media-domains"]),
+        (["--llm-url", "http://llm"], ["--llm-url", "--handoff-dir"]),
+        (["--llm-timeout-s", "1"], ["--llm-timeout-s", "--llm-url"]),
+        (["--llm-api-key-file", "/no/such/file"], ["--llm-api-key-file", "--llm-url"]),
+        ([*LLM, "--llm-api-key-file", "/no/such/file"], ["--llm-api-key-file", "No such file"]),
         (["--api-keys-file", "/no/such/file"], ["--api-keys-file", "/no/such/file", "No such file"]),
         ([*BUDGETS, *OFF], [BUDGETS[0], "--cudagraph-mm-encoder false"]),
         ([*STEPS, *OFF], [STEPS[0], "--cudagraph-mm-encoder false"]),
@@ -168,7 +176,7 @@ def test_times_that_may_be_zero_are_finite_and_not_negative(name: str, value: st
 
 
 @pytest.mark.parametrize(
-    "name", ["body_timeout_s", "request_timeout_s", "device_timeout_s", "shutdown_grace_s"]
+    "name", ["body_timeout_s", "request_timeout_s", "device_timeout_s", "shutdown_grace_s", "llm_timeout_s"]
 )
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf"])
 def test_timeouts_are_finite_and_positive(name: str, value: str) -> None:
@@ -216,6 +224,50 @@ def test_key_file_with_another_content_is_refused_and_not_shown(
         parse_settings(["--api-keys-file", str(file)], {})
     assert "secret" not in str(caught.value)
     assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://localhost:8000", "http://localhost:8000"),
+        ("https://llm.example.org/team/", "https://llm.example.org/team"),
+        ("http://[::1]:8000/", "http://[::1]:8000"),
+    ],
+)
+def test_url_of_an_llm_server_may_have_a_path(url: str, expected: str) -> None:
+    assert parse_settings([*LLM[:2], "--llm-url", url], {}).llm_url == expected
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("", "localhost:8000", "ftp://llm", "http://", "http://llm:x", "http://llm:0", "http://llm:70000"),
+        *(
+            "http://llm/v1",
+            "http://llm/v1/",
+            "http://llm?a",
+            "http://llm#a",
+            "http://user@llm",
+            "http://l lm",
+        ),
+        *("http://[::1", "http://bücher.example"),
+    ],
+)
+def test_another_url_of_an_llm_server_is_refused(url: str) -> None:
+    with pytest.raises(SettingsError, match="--llm-url.*without /v1"):
+        parse_settings([*LLM[:2], "--llm-url", url], {})
+
+
+def test_llm_key_is_the_only_one_in_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("# of the LLM server\nsk-llm\n")
+    key = parse_settings([*LLM, "--llm-api-key-file", str(file)], {}).llm_api_key
+    assert key is not None
+    assert key.get_secret_value() == "sk-llm"
+    file.write_text("sk-llm\nsk-other\n")
+    with pytest.raises(SettingsError, match="more than one key") as caught:
+        parse_settings([*LLM, "--llm-api-key-file", str(file)], {})
+    assert "sk-" not in str(caught.value)
 
 
 def test_hosts_of_image_urls_are_kept_in_canonical_spelling() -> None:

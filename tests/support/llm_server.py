@@ -113,6 +113,6 @@ class LlmServer:
             leaving.cancel()
 
     async def _watch(self, asked: Asked, reader: asyncio.StreamReader) -> None:
-        while not reader.at_eof() and reader.exception() is None:
+        while not reader.at_eof() and reader.exception() is None:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         asked.has_left.set()
