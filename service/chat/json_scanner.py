@@ -9,8 +9,14 @@ import json
 import re
 from collections.abc import Iterator
 
-# Numbers stay text: they may have thousands of digits.
-_DECODER = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str)
+NUMBER = object()  # stands for every number: converting thousands of digits would take time
+
+
+def _number(text: str) -> object:
+    return NUMBER
+
+
+_DECODER = json.JSONDecoder(parse_int=_number, parse_float=_number, parse_constant=_number)
 _SPACE = re.compile(r"[ \t\n\r]*")
 # Each member and each item takes some microseconds.
 _MAX_STEPS = 65_536
@@ -33,7 +39,7 @@ class Scanner:
         return self.text.startswith(char, self.at)
 
     def value(self) -> object:
-        """Passes the next value and returns it, with numbers as text."""
+        """Passes the next value and returns it, with `NUMBER` in place of each number."""
         value, self.at = _DECODER.raw_decode(self.text, self.at)
         return value
 

@@ -53,18 +53,14 @@ class LlmClient:
         """
         url = self._url
         target = self._prefix + path.encode() + (b"?" + query if query else b"")
-        headers = [*self._own_headers, *headers]
-        if body:
-            headers.append((b"content-length", b"%d" % len(body)))
         timeouts = dict.fromkeys(("read", "write", "pool"), self._timeout_s) | {"connect": _CONNECT_S}
         asking = self._pool.stream(
             method,
             httpcore.URL(scheme=url.scheme, host=url.host, port=url.port, target=target),
-            headers=headers,
-            content=_once(body) if body else None,
+            headers=[*self._own_headers, *headers],
+            content=body or None,
             extensions={"timeout": timeouts},
         )
-        del body
         with self._errors():
             async with asking as answer:
                 yield answer
@@ -88,8 +84,3 @@ class LlmClient:
             ) from None
         except (httpcore.NetworkError, httpcore.ProtocolError):
             raise LlmUnreachable("the LLM server ended the connection within its answer") from None
-
-
-async def _once(body: bytes) -> AsyncIterator[bytes]:
-    """The body as a stream, which cannot be sent again and does not outlive being sent."""
-    yield body

@@ -31,9 +31,8 @@ def request_headers(
     The answer is asked for without compression, which would hold back the pieces of a stream.
     """
     headers = [(name.lower(), value) for name, value in given]
-    dropped = _NOT_SENT | _named_by_connection(headers)
-    if passes_authorization:
-        dropped -= {b"authorization"}
+    not_sent = _NOT_SENT - {b"authorization"} if passes_authorization else _NOT_SENT
+    dropped = not_sent | _named_by_connection(headers)
     kept = [(name, value) for name, value in headers if name not in dropped]
     return [*kept, (b"accept-encoding", b"identity"), (b"x-request-id", request_id.encode())]
 

@@ -1,6 +1,6 @@
-"""Types of settings that are comma-separated lists: hosts, networks, origins and keys. Each item is checked.
+"""Types of settings: a URL, and comma-separated lists of hosts, networks, origins and keys. All are checked.
 
-Knows how an item is written. Knows nothing of how it is used.
+Knows how a value is written. Knows nothing of how it is used.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _check_key(key: SecretStr) -> SecretStr:
     return key
 
 
-def _check_llm_url(text: str) -> str:
+def _check_url(text: str) -> str:
     """Returns the URL without a slash at its end. The paths of the LLM server begin after it."""
     url = text.rstrip("/")
     try:
@@ -104,7 +104,7 @@ _Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+)$
 
 Hosts = Annotated[tuple[_Host, ...], BeforeValidator(split_list)]
 Keys = Annotated[tuple[_Key, ...], BeforeValidator(_split_keys)]
-LlmUrl = Annotated[str, AfterValidator(_check_llm_url)]
 NamedFile = Annotated[Path, BeforeValidator(_named)]
 Networks = Annotated[tuple[Network, ...], BeforeValidator(split_list)]
 Origins = Annotated[tuple[_Origin, ...], BeforeValidator(split_list)]
+Url = Annotated[str, AfterValidator(_check_url)]

@@ -15,16 +15,7 @@ from typing import Annotated, Literal, NoReturn, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, SecretStr, model_validator
 from pydantic_core import PydanticCustomError
 
-from service.config.setting_types import (
-    Hosts,
-    Keys,
-    LlmUrl,
-    NamedFile,
-    Networks,
-    Origins,
-    read_keys,
-    split_list,
-)
+from service.config.setting_types import Hosts, Keys, NamedFile, Networks, Origins, Url, read_keys, split_list
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -195,7 +186,7 @@ class Settings(BaseModel):
         description="most bytes of pooled vectors that each API server keeps, so that an image that was seen "
         "before is not encoded again; 0: none",
     )
-    llm_url: LlmUrl | None = Field(
+    llm_url: Url | None = Field(
         None,
         description="URL of an LLM server, such as http://localhost:8000, for chats that come here [none]",
     )

@@ -26,6 +26,10 @@ class Asked:
     def write(self, data: bytes) -> None:
         self._writer.write(data)
 
+    async def drain(self) -> None:
+        """Waits until the other end has read enough."""
+        await self._writer.drain()
+
     def close(self) -> None:
         self._writer.close()
 
@@ -49,6 +53,7 @@ class LlmServer:
 
     def __init__(self, script: Script | None = None) -> None:
         self.script = script or answer()
+        self.refuses_bodies = False  # answers 413 at the head
         self.asked: list[Asked] = []
         self.num_connections = 0
         self._started = threading.Event()
@@ -60,8 +65,9 @@ class LlmServer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stopped.set)
+            self._thread.join()
 
     @property
     def url(self) -> str:
@@ -95,6 +101,11 @@ class LlmServer:
             while not writer.is_closing():
                 head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
                 asked = Asked(head, b"", writer)
+                if self.refuses_bodies:
+                    asked.write(b"HTTP/1.1 413 x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+                    while await reader.read(2**20):
+                        pass
+                    break
                 length = int((asked.header("content-length") or ["0"])[0])
                 asked.body = await reader.readexactly(length)
                 self.asked.append(asked)
