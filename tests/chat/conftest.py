@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from service.config.settings import Settings
 from service.engine.engine import State
 from tests.support.app import FakeEncoder, only
+from tests.support.chats import Door
 from tests.support.llm_server import LlmServer
 from tests.support.serving import Served
-
-Door = Callable[..., Served]
 
 
 @pytest.fixture

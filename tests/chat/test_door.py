@@ -10,9 +10,8 @@ import httpx
 import pytest
 
 from service.config.settings import Settings
-from tests.chat.conftest import Door
 from tests.support.app import encode_image
-from tests.support.chats import CHAT, chat, code_of, image_part, url
+from tests.support.chats import CHAT, Door, chat, code_of, image_part, url
 from tests.support.llm_server import LlmServer, answer
 from tests.support.serving import Served
 from tests.support.waiting import eventually

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from service.chat.passed_headers import answer_headers, request_headers
-from tests.chat.conftest import Door
-from tests.support.chats import CHAT, chat, code_of, url
+from tests.support.chats import CHAT, Door, chat, code_of, url
 from tests.support.llm_server import LlmServer, answer
 from tests.support.serving import Served
 

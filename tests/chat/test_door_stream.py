@@ -13,9 +13,8 @@ import httpx
 import pytest
 
 from models import EncodeItem
-from tests.chat.conftest import Door
 from tests.support.app import FakeEncoder, encode_image
-from tests.support.chats import CHAT, chat, code_of, image_part, url
+from tests.support.chats import CHAT, Door, chat, code_of, image_part, url
 from tests.support.llm_server import Asked, LlmServer, answer
 from tests.support.serving import Served
 from tests.support.waiting import eventually

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import httpx
 from tests.support.serving import Served
 
 CHAT = "/v1/chat/completions"
+Door = Callable[..., Served]  # starts a server in front of the LLM server, with changes to its settings
 
 
 def image_part(image: bytes) -> dict[str, Any]:
