@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from functools import partial
 from typing import TypeVar, TypeVarTuple
 
@@ -27,6 +27,7 @@ from service.errors import BadRequest, BodyTimeout, DeadlineExceeded
 from service.fetching.fetcher import Fetcher
 from service.handoff.answer import handoff_answer
 from service.handoff.entry import Entry
+from service.handoff.leases import renewed_leases
 from service.handoff.store import TokenStore
 from service.handoff.vector_cache import EmbeddedImage
 from service.http.context import RequestContext, context_of
@@ -138,6 +139,10 @@ class Pipeline:
         assert self._store is not None, "the settings ask for a store"
         files = await self._fetch(images, permit, context)
         return await self._embedder.hand_over(self._store, files, request, context)
+
+    def renewed_leases(self, entries: Sequence[Entry]) -> AbstractContextManager[Callable[[], object]]:
+        """See `service.handoff.leases`."""
+        return renewed_leases(self._store, entries)
 
     def _store_for(self, options: AnswerOptions) -> TokenStore | None:
         """The store if the tokens are handed over. Raises `BadRequest` if there is no store."""

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from service.chat.chat_body import ChatForm, find_messages, parse_chat
 from service.chat.llm_client import LlmClient
 from service.chat.passed_headers import answer_headers, request_headers
 from service.errors import LlmTimeout, LlmUnreachable
+from service.handoff.entry import Entry
 from service.http.caller import ended_by_caller
 from service.http.context import context_of
 from service.intake.byte_budget import ByteBudget, Permit
@@ -58,14 +59,14 @@ class ChatDoor:
     async def serve(self, request: Request, path: str, form: ChatForm, send: Send) -> None:
         """Answers a chat. Raises `ApiError`, and `ClientDisconnect` once the caller has left."""
         with self._permit(request) as permit:
-            body = await self._body(request, form, permit)
+            body, entries = await self._body(request, form, permit)
             permit.keep(len(body))
             with ended_by_caller(request.receive):
-                await self._exchange(request, path, body, send)
+                await self._exchange(request, path, body, entries, send)
 
     async def forward(self, request: Request, path: str, send: Send) -> None:
         """Answers a request without a body. Raises `ApiError`."""
-        await self._exchange(request, path, b"", send)
+        await self._exchange(request, path, b"", (), send)
 
     async def look(self, request: Request) -> tuple[Request, bool]:
         """Reads the body. Returns the request, to be read again, and whether it is a chat."""
@@ -85,19 +86,24 @@ class ChatDoor:
         check_head(head, self._pipeline.body_limits)
         return self._budget.permit(head.content_length or 0)
 
-    async def _body(self, request: Request, form: ChatForm, permit: Permit) -> bytes:
-        """The body for the LLM server. The tokens of its images are in the store, leased."""
+    async def _body(self, request: Request, form: ChatForm, permit: Permit) -> tuple[bytes, Sequence[Entry]]:
+        """The body for the LLM server, and the entries of its images, leased."""
         pipeline, context = self._pipeline, context_of(request.scope)
         async with pipeline.time_limit(context):
             reader = JsonReader(parse_chat, form, pipeline.body_limits)
             chat = await pipeline.read(reader, request, permit, context)
             if not chat.images:
-                return chat.body
+                return chat.body, ()
             entries = await pipeline.hand_over(chat.images, request, permit, context)
-            return await pipeline.run_blocking(chat.with_entries, entries)
+            return await pipeline.run_blocking(chat.with_entries, entries), entries
 
-    async def _exchange(self, request: Request, path: str, body: bytes, send: Send) -> None:
-        """Sends the request on and streams the answer back, each piece as it comes."""
+    async def _exchange(
+        self, request: Request, path: str, body: bytes, entries: Sequence[Entry], send: Send
+    ) -> None:
+        """Sends the request on and streams the answer back, each piece as it comes.
+
+        The LLM server may have a queue of its own. Once its answer begins it has loaded the tokens.
+        """
         context, scope = context_of(request.scope), request.scope
         headers = request_headers(
             scope["headers"], context.request_id, passes_authorization=self._passes_authorization
@@ -105,10 +111,12 @@ class ChatDoor:
         asking = self._llm.ask(request.method, path, scope["query_string"], headers, body)
         async with AsyncExitStack() as stack:
             outcome = stack.enter_context(self._counted())
+            stop_renewing = stack.enter_context(self._pipeline.renewed_leases(entries))
             with context.stage("llm"):
                 answer = await stack.enter_async_context(asking)
             await send(_start(answer))
             async for piece in answer.aiter_stream():
+                stop_renewing()
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
             outcome.status = str(answer.status)
         await send({"type": "http.response.body", "body": b""})

@@ -282,6 +282,26 @@ def test_chats_do_not_wait_for_each_other(door: Served, llm: LlmServer) -> None:
     assert {response.status_code for response in asyncio.run(ask())} == {200}
 
 
+def test_tokens_stay_leased_until_the_answer_begins(open_door: Door, llm: LlmServer) -> None:
+    lease_s = 0.4
+    door = open_door(handoff_lease_s=lease_s)
+    llm.script = steps = Steps(b"1", b"2")
+    with (
+        httpx.Client(timeout=20) as client,
+        client.stream("POST", url(door), json=chat(image_part(encode_image()))) as response,
+    ):
+        for _ in range(10):
+            time.sleep(lease_s / 4)
+            assert door.scrape().total("handoff_leased_bytes") > 0
+        received = response.iter_raw()
+        steps.go()
+        assert next(received) == b"1"
+        time.sleep(lease_s * 1.1)
+        assert door.scrape().total("handoff_leased_bytes") == 0
+        steps.go()
+        assert list(received) == [b"2"]
+
+
 def test_slow_reader_holds_the_llm_server_back(door: Served, llm: LlmServer) -> None:
     size = 64 * 2**20
     sent = []
