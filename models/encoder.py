@@ -186,8 +186,7 @@ class VisionEncoder:
             for writing in writings.values():
                 writing.discard()
             raise
-        for writing in writings.values():
-            allocate(writing)
+        allocate(writings.values(), alone=len(items) == 1)
         return writings
 
     def run(self, items: Sequence[EncodeItem]) -> BatchResult:

@@ -6,7 +6,7 @@ there, in parallel, without another copy. Knows arrays on the host; nothing of f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -20,8 +20,11 @@ _WRITERS = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="tokens")
 class TokenWriting(Protocol):
     """The tokens of one image on their way."""
 
-    def allocate(self) -> None:
-        """Allocates memory for the tokens, which takes most of the time. Runs before they are there."""
+    def allocate(self, *, alone: bool) -> None:
+        """Allocates memory for the tokens, which takes most of the time. Runs before they are there.
+
+        `alone`: no other image is in the batch, so that a short wait is worth more than time of the CPU.
+        """
 
     def parts(self, rows: torch.Tensor) -> Sequence[Callable[[], None]]:
         """Calls that write the tokens, each a part of `rows` [tokens, width] on the host.
@@ -43,9 +46,10 @@ class TokenSink(Protocol):
         """Begins to write tokens of that shape. Raises `OSError`."""
 
 
-def allocate(writing: TokenWriting) -> None:
-    """Starts to allocate memory for the tokens of an image. An error shows when they are written."""
-    _WRITERS.submit(writing.allocate)
+def allocate(writings: Collection[TokenWriting], *, alone: bool) -> None:
+    """Starts to allocate memory for the tokens of images. An error shows when they are written."""
+    for writing in writings:
+        _WRITERS.submit(writing.allocate, alone=alone)
 
 
 def write_tokens(pairs: Sequence[tuple[TokenWriting, torch.Tensor]]) -> None:

@@ -7,6 +7,7 @@ Source: the description of the format in the documentation of safetensors.
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import threading
 import time
@@ -15,6 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 import orjson
 import torch
 
@@ -77,19 +80,29 @@ class TokenFileWriting:
         self._header = target.header(shape, dtype)
         self._num_bytes = file_bytes(*shape, dtype.itemsize)
         self._file: int | None = os.open(
-            self._part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _MODE
+            self._part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, _MODE
         )
         os.fchmod(self._file, _MODE)  # whatever the umask
+        self._memory: npt.NDArray[np.uint8] | None = None  # of the file, if it is mapped
         self._lock = threading.Lock()
+        self._is_writing = False
 
-    def allocate(self) -> None:
-        """Allocates the pages of the file, which takes two thirds of the time of writing new ones."""
+    def allocate(self, *, alone: bool) -> None:
+        """Allocates the pages of the file, which takes two thirds of the time of writing new ones.
+
+        If it is `alone`, also maps them: threads write to mapped memory in parallel, but to a file in turn.
+        """
         with self._lock:
-            if self._file is not None:
-                os.posix_fallocate(self._file, 0, self._num_bytes)
+            if self._file is None or self._is_writing:
+                return
+            os.posix_fallocate(self._file, 0, self._num_bytes)
+            if alone:
+                self._memory = _map(self._file, self._num_bytes)
 
     def parts(self, rows: torch.Tensor) -> Sequence[Callable[[], None]]:
         """Calls that write the file, each a part of it. They raise `OSError`, such as for a full disk."""
+        with self._lock:  # waits for `allocate`, if that has begun
+            self._is_writing = True
         tokens = bytes_of(little_endian(rows))
         slices = [(0, memoryview(self._header))]
         for start in range(0, len(tokens), _PART_BYTES):
@@ -98,6 +111,9 @@ class TokenFileWriting:
 
     def _write(self, offset: int, piece: memoryview) -> None:
         assert self._file is not None, "the file is open until all parts are written"
+        if self._memory is not None:
+            np.copyto(self._memory[offset : offset + len(piece)], np.frombuffer(piece, np.uint8))
+            return
         while len(piece):
             written = os.pwrite(self._file, piece, offset)
             offset, piece = offset + written, piece[written:]
@@ -123,7 +139,14 @@ class TokenFileWriting:
         with self._lock:  # `allocate` may still run
             if self._file is not None:
                 os.close(self._file)
-                self._file = None
+                self._file = self._memory = None
+
+
+def _map(file: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+    """The memory of a file whose pages are allocated. Its pages are present, which takes most of the time."""
+    memory = np.frombuffer(mmap.mmap(file, num_bytes), np.uint8)
+    memory[:: mmap.PAGESIZE] = 0  # releases the interpreter lock, which `mmap.mmap` itself would hold
+    return memory
 
 
 def read_entry(file: int, uuid: str) -> Entry:

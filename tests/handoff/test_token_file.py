@@ -30,20 +30,20 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def write(folder: Path, rows: torch.Tensor) -> None:
+def write(folder: Path, rows: torch.Tensor, *, alone: bool = False) -> None:
     """Writes a file as a batch does."""
     num_tokens, width = rows.shape
     writing = sink(folder).open((num_tokens, width), rows.dtype)
     try:
-        writing.allocate()
+        writing.allocate(alone=alone)
         write_tokens([(writing, rows)])
     finally:
         writing.discard()
 
 
-def written(folder: Path, rows: torch.Tensor) -> Path:
+def written(folder: Path, rows: torch.Tensor, *, alone: bool = False) -> Path:
     claim(folder)
-    write(folder, rows)
+    write(folder, rows, alone=alone)
     return folder / f"{UUID}.safetensors"
 
 
@@ -71,9 +71,10 @@ def test_safetensors_reads_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> 
     assert entry_of(path) == Entry(UUID, (1, 4, 6), 6, 12, name, size)
 
 
-def test_file_of_several_parts_is_whole(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_file_of_several_parts_is_whole(tmp_path: Path, alone: bool) -> None:
     rows = torch.arange(3 * 2**20, dtype=torch.float32).reshape(3, 2**20)  # 12 MiB
-    with safe_open(written(tmp_path, rows), "pt") as file:
+    with safe_open(written(tmp_path, rows, alone=alone), "pt") as file:
         assert torch.equal(file.get_tensor("tokens"), rows)
 
 
@@ -109,14 +110,31 @@ def test_file_that_nobody_claims_any_more_is_dropped(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_memory_is_allocated_while_the_tokens_are_not_there_yet(tmp_path: Path) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_memory_is_allocated_while_the_tokens_are_not_there_yet(tmp_path: Path, alone: bool) -> None:
     writing = sink(tmp_path).open((64, 1024), torch.float32)
-    writing.allocate()
+    writing.allocate(alone=alone)
     [part] = tmp_path.iterdir()
     assert part.stat().st_blocks * 512 >= 64 * 1024 * 4
+    assert (str(part) in Path("/proc/self/maps").read_text()) == alone
     writing.discard()
-    writing.allocate()  # a batch may fail before this runs
+    writing.allocate(alone=alone)  # a batch may fail before this runs
+    assert str(part) not in Path("/proc/self/maps").read_text()
     assert names(tmp_path) == []
+
+
+def test_memory_that_is_allocated_too_late_is_not_mapped(tmp_path: Path) -> None:
+    claim(tmp_path)
+    rows = torch.ones(64, 1024)
+    writing = sink(tmp_path).open((64, 1024), rows.dtype)
+    parts = writing.parts(rows)
+    writing.allocate(alone=True)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    for part in parts:
+        part()
+    writing.commit()
+    with safe_open(tmp_path / f"{UUID}.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("tokens"), rows)
 
 
 def test_file_whose_part_fails_is_dropped_and_the_error_raised(

@@ -40,8 +40,9 @@ class Kept:
         self.opened = shape, dtype
         return self
 
-    def allocate(self) -> None:
+    def allocate(self, *, alone: bool) -> None:
         """Memory is there already."""
+        self.was_alone = alone
 
     def parts(self, rows: torch.Tensor) -> Sequence[Callable[[], None]]:
         assert ((len(rows), rows.shape[1]), rows.dtype) == self.opened
@@ -71,6 +72,14 @@ def test_sinks_take_the_tokens_in_place_of_results(demo: VisionEncoder) -> None:
             assert sink.rows is not None
             assert torch.equal(sink.rows, tokens)
             assert torch.equal(embedding, tokens.abs().max().reshape(1))
+
+
+def test_sink_knows_whether_it_is_alone_in_the_batch(demo: VisionEncoder) -> None:
+    first, second = images(demo)[:2]
+    alone, others = Kept(), [Kept(), Kept()]
+    demo.run([EncodeItem(first, OutputSpec(), alone)])
+    demo.run([EncodeItem(*pair) for pair in zip((first, second), [OutputSpec()] * 2, others, strict=True)])
+    assert [sink.was_alone for sink in (alone, *others)] == [True, False, False]
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
