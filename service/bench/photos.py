@@ -1,12 +1,14 @@
 """The requests that `bench serve` sends: images, made or read from a folder, as complete bytes in one file.
 
-Load processes map the file, so that they share its memory. Knows bodies of `POST /embed`. Knows nothing of
-sending.
+Load processes map the file, so that they share its memory. Knows bodies of `POST /embed` and of chats. Knows
+nothing of sending.
 """
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ class Target:
     host: str  # with the port, as in the URL
     path: str  # with the query
     api_key: str | None
+    chat_model: str | None = None  # the requests are chats with this model if it is given
 
 
 def make_photos(width: int, height: int, format_: str, seed: int) -> dict[str, bytes]:
@@ -63,9 +66,11 @@ def with_stamp(image: bytes) -> bytes:
     """The image with a stamp behind it, which can be overwritten to make files of other bytes.
 
     Decoders ignore it, as bytes behind the end; in AVIF and other files of boxes it is a box of free space.
+    The length is a multiple of 3, so that the stamp is also at the end of the image in base64.
     """
-    head = (8 + STAMP_BYTES).to_bytes(4, "big") + b"free"
-    return image + head + b"0" * STAMP_BYTES
+    padding = b"0" * (-(len(image) + 8 + STAMP_BYTES) % 3)
+    stamp = padding + b"0" * STAMP_BYTES
+    return image + (8 + len(stamp)).to_bytes(4, "big") + b"free" + stamp
 
 
 def write_requests(
@@ -78,6 +83,8 @@ def write_requests(
     spans = []
     if stamped:
         images = [with_stamp(image) for image in images]
+    if target.chat_model is not None:
+        images = [base64.b64encode(image) for image in images]
     for first in range(len(images)):
         some = [images[(first + index) % len(images)] for index in range(images_per_request)]
         start = file.tell()
@@ -106,8 +113,10 @@ def name_refused(
 
 
 def _request(target: Target, images: Sequence[bytes]) -> Iterable[bytes]:
-    """One request: a single image is the body, several are a form."""
-    if len(images) == 1:
+    """One request: a chat, or a body that is a single image or a form of several."""
+    if target.chat_model is not None:
+        content_type, body = b"application/json", list(_chat(target.chat_model, images))
+    elif len(images) == 1:
         content_type, body = b"application/octet-stream", list(images)
     else:
         content_type, body = b"multipart/form-data; boundary=" + _BOUNDARY, list(_form(images))
@@ -120,6 +129,17 @@ def _request(target: Target, images: Sequence[bytes]) -> Iterable[bytes]:
     if target.api_key is not None:
         lines.append(b"authorization: Bearer " + target.api_key.encode())
     return [b"\r\n".join(lines) + b"\r\n\r\n", *body]
+
+
+def _chat(model: str, images: Sequence[bytes]) -> Iterator[bytes]:
+    """A chat that asks for a single token, so that its answer ends with the first one. `images` in base64."""
+    options = {"model": model, "max_tokens": 1, "temperature": 0}
+    yield json.dumps(options)[:-1].encode() + b', "messages": [{"role": "user", "content": ['
+    for image in images:
+        yield b'{"type": "image_url", "image_url": {"url": "data:image/*;base64,'
+        yield image
+        yield b'"}}, '
+    yield b'{"type": "text", "text": "Describe it."}]}]}'
 
 
 def _form(images: Sequence[bytes]) -> Iterator[bytes]:

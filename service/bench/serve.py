@@ -70,6 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="with --query format=handoff: read each image's tokens from the server's --handoff-dir",
     )
+    add(
+        "--chat",
+        type=_visible,
+        metavar="MODEL",
+        help="send chats that ask this model for one token to /v1/chat/completions, in place of /embed; "
+        "the server may also be an LLM server alone",
+    )
     add("--query", type=_query, help="options of each request, such as pooling=none&dtype=float16")
     add("--api-key", type=_visible, help="API key that is sent with each request")
     add("--seed", type=int, default=0, help="seed of arrivals and made images [0]")
@@ -154,8 +161,9 @@ def _run(arguments: argparse.Namespace) -> int:
     except (OSError, UsageError) as error:
         return _complain(str(error))
     parts = urlsplit(arguments.url)
-    path = f"{parts.path}/embed" + (f"?{arguments.query}" if arguments.query else "")
-    target = Target(parts.netloc.rpartition("@")[2], path, arguments.api_key)
+    route = "/embed" if arguments.chat is None else "/v1/chat/completions"
+    path = parts.path + route + (f"?{arguments.query}" if arguments.query else "")
+    target = Target(parts.netloc.rpartition("@")[2], path, arguments.api_key, arguments.chat)
     with report, tempfile.NamedTemporaryFile(prefix="vision-sidecar-bench-") as file:
         spans = write_requests(
             target,

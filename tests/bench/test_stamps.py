@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
 import re
@@ -29,15 +30,38 @@ def test_stamp_does_not_change_the_picture(format_: str) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--processes", "2"], ["--images-per-request", "3"]])
-def test_no_two_images_that_are_sent_are_equal(tmp_path: Path, flags: list[str]) -> None:
+@pytest.mark.parametrize("chat", [[], ["--chat", "m"]])
+def test_no_two_images_that_are_sent_are_equal(tmp_path: Path, flags: list[str], chat: list[str]) -> None:
     with FakeServer() as server:
         for _ in range(2):
-            measure(server, "--duration", "0.3", *flags, tmp_path=tmp_path)
+            measure(server, "--duration", "0.3", *flags, *chat, tmp_path=tmp_path)
         bodies = [body for _, body in server.seen.posts]
-    stamps = [stamp for body in bodies for stamp in re.findall(rb"\x00\x00\x00 free([0-9a-f]{24})", body)]
+    if chat:
+        bodies = [b"".join(images_of(body)) for body in bodies]
+    stamps = [stamp for body in bodies for stamp in re.findall(rb"(?s)free(.{24,26})", body)]
     images_per_request = 3 if "3" in flags else 1
     assert len(stamps) == images_per_request * len(bodies) > 20
     assert len(set(stamps)) == len(stamps)
+
+
+def images_of(chat: bytes) -> list[bytes]:
+    [message] = json.loads(chat)["messages"]
+    *images, text = message["content"]
+    assert text["type"] == "text"
+    return [base64.b64decode(part["image_url"]["url"].partition(",")[2], validate=True) for part in images]
+
+
+def test_chat_asks_for_one_token_about_the_images(tmp_path: Path) -> None:
+    with FakeServer() as server:
+        measure(server, "--duration", "0.2", "--chat", "m", "--images-per-request", "2", tmp_path=tmp_path)
+        measure(server, "--duration", "0.2", "--chat", "m", "--repeat-images", tmp_path=tmp_path)
+        head, body = server.seen.posts[0]
+        _, last = server.seen.posts[-1]
+    assert head.startswith("POST /v1/chat/completions HTTP/1.1\r\n")
+    assert (json.loads(body)["model"], json.loads(body)["max_tokens"]) == ("m", 1)
+    assert len(images_of(body)) == 2
+    for image in images_of(body) + images_of(last):
+        assert read_header(image, ImageLimits(2**20, 2**20)).decode().shape == (32, 64, 3)
 
 
 def test_server_with_a_cache_encodes_every_image_unless_they_repeat(tmp_path: Path) -> None:
