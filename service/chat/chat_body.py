@@ -158,7 +158,7 @@ def _tokens_part(entry: Entry, others: Sequence[str]) -> str:
 
 def _scan(body: bytes, form: ChatForm) -> tuple[str, _Found]:
     """The text of the body, and what is found in it. Raises `BadRequest` if it cannot be read."""
-    if sum(body.count(char) for char in (b",", b"[", b"{")) > _MAX_STRUCTURAL_CHARS:
+    if len(body) > _MAX_STRUCTURAL_CHARS < sum(body.count(char) for char in (b",", b"[", b"{")):
         raise _unreadable(f"it has more than {_MAX_STRUCTURAL_CHARS} commas and brackets")
     try:
         text = body.decode()
