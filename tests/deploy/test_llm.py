@@ -284,7 +284,7 @@ def test_compose_starts_vllm_once_the_door_is_ready() -> None:
     assert DOOR["deploy"] == VLLM["deploy"]
     kind, python, flag, code = VLLM["healthcheck"]["test"]
     assert (kind, python, flag) == ("CMD", "python3", "-c")
-    assert "http://127.0.0.1:8000/health" in code
+    assert "'http://127.0.0.1:8000/health'" in code
     compile(code, "healthcheck", "exec")
 
 
