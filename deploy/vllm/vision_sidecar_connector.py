@@ -10,8 +10,7 @@ A chat request then names an image by its uuid and its grid alone. The extra con
     url           in place of `dir`: a vision-sidecar on another host, such as http://sidecar:8080
     api_key_file  with `url`: a file with its API key
     timeout_s     with `url`: longest time in seconds to fetch the tokens of one image [10]
-    threads       with `url`: fetches at the same time [8]
-    keep_bytes    bytes of tokens that stay open here between requests [1 GiB]
+    max_bytes     tokens that are held here for waiting requests, in bytes; a single one may need more [1 GiB]
 
 The scheduler opens the tokens of a request before it schedules the request. They are an open file: of the
 store, or of memory if they were fetched. So the store may drop them at any time. Workers open the same file
@@ -25,26 +24,25 @@ import json
 import os
 import re
 import time
-from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from http.client import HTTPException
-from io import FileIO
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
 from urllib.parse import urlsplit
-from urllib.request import HTTPRedirectHandler, ProxyHandler, build_opener
 
+import requests
 import torch
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 from vllm import __version__ as vllm_version
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
     ECConnectorMetadata,
     ECConnectorRole,
 )
+from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorPromMetrics, ECConnectorStats
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 
 logger = init_logger("vllm.vision_sidecar_connector")
 
@@ -53,11 +51,9 @@ SUPPORTED_VERSIONS = ("0.32",)
 _UUID = re.compile(r"vs1-[0-9a-f]{64}")  # only what matches as a whole becomes part of a path or a URL
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 2**16
-_CHUNK_BYTES = 2**20
-_STAGING_BYTES = 2**25  # of each of two pinned buffers
-# A file that a step loads stays open for this many later steps. vLLM plans few steps ahead of its workers.
-_OPEN_STEPS = 16
-_PAUSE_S = 0.001  # for the engine's loop, which would spin while a request is deferred
+_NUM_THREADS = 8
+_PART_BYTES = 2**22  # read or fetched in one call
+_PAUSE_S = 0.001  # of the engine's loop, which would spin while all requests wait for tokens
 _FAILURES = ("not_found", "misfit", "timeout", "unreachable", "invalid_uuid", "other")
 
 
@@ -70,38 +66,6 @@ class Unavailable(Exception):
 
 
 @dataclass(frozen=True)
-class Config:
-    """The extra configuration, checked."""
-
-    dir: str | None = None
-    url: str | None = None
-    api_key_file: str | None = None
-    timeout_s: float = 10.0
-    threads: int = 8
-    keep_bytes: int = 2**30
-
-    @classmethod
-    def parse(cls, extra: dict[str, Any]) -> Config:
-        """Raises `ValueError` with one line."""
-        unknown = sorted(set(extra) - set(cls.__dataclass_fields__))
-        if unknown:
-            raise ValueError(f"VisionSidecarConnector has no setting {unknown[0]!r}")
-        config = cls(**extra)
-        if (config.dir is None) == (config.url is None):
-            raise ValueError("VisionSidecarConnector needs either `dir` or `url`")
-        if config.dir is not None and not os.path.isabs(config.dir):
-            raise ValueError("`dir` of VisionSidecarConnector is not an absolute path")
-        parts = urlsplit(config.url or "http://x")
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise ValueError("`url` of VisionSidecarConnector is not an http or https URL of a server")
-        for name in ("timeout_s", "threads", "keep_bytes"):
-            value = getattr(config, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise ValueError(f"`{name}` of VisionSidecarConnector is not a positive number")
-        return config
-
-
-@dataclass(frozen=True)
 class Tokens:
     """Tokens in an open file: from `offset` on, rows of `shape`."""
 
@@ -110,86 +74,111 @@ class Tokens:
     shape: tuple[int, int]
     dtype: torch.dtype
 
+    @classmethod
+    def read(cls, file: int) -> Tokens:
+        """Reads the header of a safetensors file with the tensor `tokens`. Raises `Unavailable`."""
+        try:
+            length = int.from_bytes(os.pread(file, 8, 0), "little")
+            if not 0 < length <= _MAX_HEADER_BYTES:
+                raise ValueError("no header")
+            entry = json.loads(os.pread(file, length, 8))["tokens"]
+            (rows, width), (begin, end) = map(int, entry["shape"]), map(int, entry["data_offsets"])
+            tokens = cls(file, 8 + length, (rows, width), _DTYPES[entry["dtype"]])
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise Unavailable("misfit", f"not a file of tokens: {error!r}") from None
+        if begin != 0 or end != tokens.num_bytes or 8 + length + end != os.fstat(file).st_size:
+            raise Unavailable("misfit", "the file of tokens is not whole")
+        return tokens
+
     @property
     def num_bytes(self) -> int:
-        return self.shape[0] * self.shape[1] * self.dtype.itemsize
+        rows, width = self.shape
+        return rows * width * int(self.dtype.itemsize)
 
 
-def read_header(file: int) -> Tokens:
-    """The tokens in a safetensors file with the tensor `tokens`. Raises `Unavailable`."""
-    try:
-        length = int.from_bytes(os.pread(file, 8, 0), "little")
-        if not 0 < length <= _MAX_HEADER_BYTES:
-            raise ValueError("no header")
-        entry = json.loads(os.pread(file, length, 8))["tokens"]
-        rows, width = entry["shape"]
-        begin, _ = entry["data_offsets"]
-        tokens = Tokens(file, 8 + length + begin, (int(rows), int(width)), _DTYPES[entry["dtype"]])
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise Unavailable("misfit", f"not a file of tokens: {error!r}") from None
-    if begin != 0 or tokens.offset + tokens.num_bytes != os.fstat(file).st_size:
-        raise Unavailable("misfit", "the file of tokens is not whole")
-    return tokens
+@dataclass(frozen=True)
+class Source:
+    """Where tokens come from: the extra configuration, checked."""
 
+    dir: str | None = None
+    url: str | None = None
+    api_key_file: str | None = None
+    timeout_s: float = 10.0
+    max_bytes: int = 2**30
 
-class Folder:
-    """The store of a vision-sidecar on this host."""
-
-    def __init__(self, config: Config) -> None:
-        self._folder = config.dir
+    def __post_init__(self) -> None:
+        """Raises `ValueError` with one line."""
+        if (self.dir is None) == (self.url is None):
+            raise ValueError("VisionSidecarConnector needs either `dir` or `url`")
+        if self.dir is not None and not os.path.isabs(self.dir):
+            raise ValueError("`dir` of VisionSidecarConnector is not an absolute path")
+        parts = urlsplit(self.url or "http://x")
+        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+            raise ValueError("`url` of VisionSidecarConnector is not an http or https URL of a server")
+        for name in ("timeout_s", "max_bytes"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise ValueError(f"`{name}` of VisionSidecarConnector is not a positive number")
 
     def open(self, uuid: str, num_bytes: int) -> int:
-        """Opens the file of an image. Raises `Unavailable`, `OSError`."""
+        """Opens the file of an image, which has at most `num_bytes`. Raises `Unavailable` and `OSError`."""
+        if self.dir is None:
+            return self._fetch(uuid, num_bytes)
         try:
-            return os.open(f"{self._folder}/{uuid}.safetensors", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            return os.open(f"{self.dir}/{uuid}.safetensors", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             raise Unavailable("not_found", "the store does not have it") from None
 
-
-class _NoRedirects(HTTPRedirectHandler):
-    def redirect_request(self, *arguments: Any) -> None:
-        """A redirect is an error: it could lead anywhere."""
-
-
-class Server:
-    """A vision-sidecar on another host. Proxies of the environment are not used."""
-
-    def __init__(self, config: Config) -> None:
-        self._url = (config.url or "").rstrip("/")
-        self._timeout_s = config.timeout_s
-        self._opener = build_opener(ProxyHandler({}), _NoRedirects)
-        self._opener.addheaders = [("User-Agent", "vision-sidecar-connector")]
-        if config.api_key_file is not None:
-            key = Path(config.api_key_file).read_text().strip()
-            self._opener.addheaders.append(("Authorization", f"Bearer {key}"))
-
-    def open(self, uuid: str, num_bytes: int) -> int:
-        """Fetches the file of an image, of at most `num_bytes`, into memory. Raises `Unavailable`."""
+    def _fetch(self, uuid: str, num_bytes: int) -> int:
+        """Fetches the file into memory."""
         file = os.memfd_create("vision-sidecar", os.MFD_CLOEXEC)
         try:
-            self._fetch(f"{self._url}/handoff/{uuid}", file, num_bytes)
+            self._download(f"{(self.url or '').rstrip('/')}/handoff/{uuid}", file, num_bytes)
         except BaseException as error:
             os.close(file)
-            if isinstance(error, HTTPError):
-                reason = "not_found" if error.code == 404 else "other"
-                raise Unavailable(reason, f"the server answered {error.code}") from None
-            if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
-                raise Unavailable("timeout", f"it did not arrive within {self._timeout_s:g} s") from None
-            if isinstance(error, OSError | HTTPException):
+            if isinstance(error, requests.Timeout | ReadTimeoutError | TimeoutError):
+                raise Unavailable("timeout", f"it did not arrive within {self.timeout_s:g} s") from None
+            if isinstance(error, requests.RequestException | HTTPError):
                 raise Unavailable("unreachable", repr(error)) from None
             raise
         return file
 
-    def _fetch(self, url: str, file: int, num_bytes: int) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        with self._opener.open(url, timeout=self._timeout_s) as response:
-            while chunk := response.read(_CHUNK_BYTES):
-                num_bytes -= len(chunk)
-                if num_bytes < 0:
-                    raise Unavailable("misfit", "the file is larger than the tokens of this image")
-                if time.monotonic() > deadline:
-                    raise TimeoutError
-                os.write(file, chunk)
+    def _download(self, url: str, file: int, num_bytes: int) -> None:
+        """Follows no redirects, which could lead anywhere, and uses no proxies of the environment."""
+        deadline = time.monotonic() + self.timeout_s
+        headers = {"Accept-Encoding": "identity"}
+        if self.api_key_file is not None:  # read anew, so that the key can be changed
+            headers["Authorization"] = f"Bearer {Path(self.api_key_file).read_text().strip()}"
+        options: dict[str, Any] = {"timeout": self.timeout_s, "stream": True, "allow_redirects": False}
+        with requests.Session() as session:
+            session.trust_env = False
+            with session.get(url, headers=headers, **options) as response:
+                if response.status_code != 200:
+                    reason = "not_found" if response.status_code == 404 else "other"
+                    raise Unavailable(reason, f"the server answered {response.status_code}")
+                while chunk := response.raw.read1(_PART_BYTES):
+                    num_bytes -= len(chunk)
+                    if num_bytes < 0:
+                        raise Unavailable("misfit", "the file is larger than the tokens of this image")
+                    if time.monotonic() > deadline:
+                        raise TimeoutError
+                    os.write(file, chunk)
+
+
+@dataclass
+class Item:
+    """Tokens that are being opened, or are open, for some requests."""
+
+    opening: Future[Tokens]
+    num_bytes: int
+    users: set[str] = field(default_factory=set)  # ids of requests that have not computed the image yet
+    used_at: int = 0  # the last step with a user
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """None while they are being opened, and if they cannot be had."""
+        is_open = self.opening.done() and not self.opening.cancelled() and not self.opening.exception()
+        return self.opening.result() if is_open else None
 
 
 @dataclass
@@ -232,7 +221,7 @@ class PromMetrics(ECConnectorPromMetrics):
 
         images = counter("images", "Images whose tokens were loaded.")
         size = counter("bytes", "Bytes of these tokens.")
-        failures = counter("failures", "Images whose tokens could not be had.", "reason")
+        failures = counter("failures", "Requests that failed for want of tokens.", "reason")
         self._counters = {
             engine: {"loads": images.labels(*labels), "bytes": size.labels(*labels)}
             | {reason: failures.labels(*labels, reason) for reason in _FAILURES}
@@ -254,24 +243,28 @@ class VisionSidecarConnector(ECConnectorBase):
             raise ValueError(f"VisionSidecarConnector supports vLLM {supported}, not {vllm_version}")
         if not self.is_consumer or self.is_producer:
             raise ValueError('VisionSidecarConnector needs "ec_role": "ec_consumer"')
-        config = Config.parse(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        extra = vllm_config.ec_transfer_config.ec_connector_extra_config
+        unknown = sorted(set(extra) - set(Source.__dataclass_fields__))
+        if unknown:
+            raise ValueError(f"VisionSidecarConnector has no setting {unknown[0]!r}")
+        self._source = Source(**extra)
         vision = vllm_config.model_config.hf_config.vision_config
         levels = getattr(vision, "deepstack_visual_indexes", None) or ()
         self._width: int = vision.out_hidden_size * (1 + len(levels))
         self._dtype: torch.dtype = vllm_config.model_config.dtype
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "vision-sidecar")
         self._stats = Stats()
         if role is ECConnectorRole.SCHEDULER:
-            self._source: Folder | Server = Folder(config) if config.dir is not None else Server(config)
-            self._keep_bytes = config.keep_bytes
-            self._threads = ThreadPoolExecutor(int(config.threads), "vision-sidecar")
-            self._opening: dict[tuple[str, int], Future[Tokens]] = {}
-            self._open: OrderedDict[str, Tokens] = OrderedDict()  # least recently needed first
-            self._needed_at: dict[str, int] = {}  # the step in which each open file was needed last
+            self._items: dict[tuple[str, int], Item] = {}  # by uuid and number of tokens
             self._step = 0
-            self._failed: set[str] = set()
+            # Files are kept open for so many steps after their last use: workers may be some steps behind.
+            self._open_steps = 4 + 2 * vllm_config.parallel_config.pipeline_parallel_size
+            self._first_waiting = ""  # the id of the first request in this step that has to wait
+            self._failed: set[str] = set()  # ids of requests that are to fail, until they end
             self._loads = Loads()
         else:
-            self._staging = _Staging()
+            self._device = torch.device(current_platform.device_type)
+            self._buffers: list[tuple[torch.Tensor, torch.cuda.Event]] = []  # pinned; when last copied from
 
     # The scheduler's side
 
@@ -279,50 +272,49 @@ class VisionSidecarConnector(ECConnectorBase):
         """Whether the tokens of all images that the request still needs are open."""
         is_ready = True
         for index, feature in enumerate(request.mm_features):
-            place = feature.mm_position
-            is_computed = place.offset + place.length <= num_computed_tokens
-            if is_computed or _brings_its_data(feature):
+            if _brings_its_data(feature):
                 continue
-            try:
-                is_ready &= self._is_open(feature.identifier, request.get_num_encoder_embeds(index))
-            except Unavailable as error:
-                self._fail(request.request_id, feature.identifier, error)
-                is_ready = False
-        if not is_ready:
-            time.sleep(_PAUSE_S)
-        return is_ready
+            key = feature.identifier, request.get_num_encoder_embeds(index)
+            if feature.mm_position.offset + feature.mm_position.length <= num_computed_tokens:
+                self._drop_user(key, request.request_id)
+            elif request.request_id not in self._failed:
+                is_ready &= self._is_open(key, request.request_id)
+        return is_ready and request.request_id not in self._failed
 
-    def _is_open(self, uuid: str, num_tokens: int) -> bool:
-        """False while the tokens are being opened. Raises `Unavailable`."""
-        found = self._open.get(uuid)
-        if found is not None and found.shape[0] == num_tokens:
-            self._open.move_to_end(uuid)
-            self._needed_at[uuid] = self._step
-            return True
+    def _is_open(self, key: tuple[str, int], request_id: str) -> bool:
+        """Whether the tokens are open. If they cannot be had, the request fails."""
+        try:
+            item = self._items.get(key) or self._start(key, request_id)
+            if item is not None:
+                item.users.add(request_id)
+                item.used_at = self._step
+                if item.opening.done():
+                    item.opening.result()
+                    return True
+        except (Unavailable, OSError) as error:
+            self._items.pop(key, None)  # the next request tries again
+            self._fail(request_id, key[0], error)
+        self._first_waiting = self._first_waiting or request_id
+        return False
+
+    def _start(self, key: tuple[str, int], request_id: str) -> Item | None:
+        """Starts to open tokens. None if others hold too much, unless the request is the first to wait."""
+        uuid, num_tokens = key
         if not _UUID.fullmatch(uuid):
             raise Unavailable("invalid_uuid", "not the uuid of an image of vision-sidecar")
-        opening = self._opening.get((uuid, num_tokens))
-        if opening is None:
-            self._opening[uuid, num_tokens] = self._threads.submit(self._fetch, uuid, num_tokens)
-            return False
-        if not opening.done():
-            return False
-        del self._opening[uuid, num_tokens]
-        try:
-            tokens = opening.result()
-        except OSError as error:
-            raise Unavailable("other", repr(error)) from None
-        self._close(uuid)
-        self._open[uuid] = tokens
-        self._needed_at[uuid] = self._step
-        return True
+        num_bytes = num_tokens * self._width * self._dtype.itemsize
+        held = sum(item.num_bytes for item in self._items.values() if item.users)
+        if held + num_bytes > self._source.max_bytes and self._first_waiting not in ("", request_id):
+            return None
+        item = Item(self._threads.submit(self._open, uuid, num_tokens), num_bytes)
+        self._items[key] = item
+        return item
 
-    def _fetch(self, uuid: str, num_tokens: int) -> Tokens:
+    def _open(self, uuid: str, num_tokens: int) -> Tokens:
         """Runs in a thread. Raises `Unavailable` and `OSError`."""
-        most_bytes = 8 + _MAX_HEADER_BYTES + num_tokens * self._width * 4
-        file = self._source.open(uuid, most_bytes)
+        file = self._source.open(uuid, 8 + _MAX_HEADER_BYTES + num_tokens * self._width * 4)
         try:
-            tokens = read_header(file)
+            tokens = Tokens.read(file)
             if tokens.shape != (num_tokens, self._width):
                 here = num_tokens, self._width
                 raise Unavailable("misfit", f"its tokens are {tokens.shape}, not {here} as here")
@@ -331,56 +323,66 @@ class VisionSidecarConnector(ECConnectorBase):
             raise
         return tokens
 
-    def _fail(self, request_id: str, uuid: str, error: Unavailable) -> None:
-        if request_id not in self._failed:
-            self._failed.add(request_id)
-            self._stats.count(error.reason)
-            logger.error("request %s fails: the tokens of image %s: %s", request_id, ascii(uuid[:80]), error)
+    def _fail(self, request_id: str, uuid: str, error: Exception) -> None:
+        self._failed.add(request_id)
+        self._stats.count(error.reason if isinstance(error, Unavailable) else "other")
+        logger.error("request %s fails: tokens of image %s: %r", request_id, ascii(uuid[:80]), error)
 
     def take_unavailable_requests(self) -> set[str]:
         """The requests that vLLM is to fail."""
-        failed, self._failed = self._failed, set()
-        return failed
+        return set(self._failed)
+
+    def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Called at every end of a request."""
+        self._failed.discard(request.request_id)
+        for index, feature in enumerate(request.mm_features):
+            key = feature.identifier, request.get_num_encoder_embeds(index)
+            self._drop_user(key, request.request_id)
+        return False, None
+
+    def _drop_user(self, key: tuple[str, int], request_id: str) -> None:
+        if key in self._items:
+            self._items[key].users.discard(request_id)
 
     def has_cache_item(self, identifier: str) -> bool:
         """Whether the workers can load the tokens."""
-        return identifier in self._open
+        return any(uuid == identifier and item.tokens for (uuid, _), item in self._items.items())
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         """Has the workers load the tokens in this step."""
         feature = request.mm_features[index]
-        tokens = self._open.get(feature.identifier)
-        if tokens is not None and not _brings_its_data(feature):
-            path = f"/proc/{os.getpid()}/fd/{tokens.file}"
-            self._loads.tokens[feature.identifier] = path, tokens
-            self._needed_at[feature.identifier] = self._step
+        item = self._items.get((feature.identifier, request.get_num_encoder_embeds(index)))
+        if item is not None and item.tokens is not None and not _brings_its_data(feature):
+            path = f"/proc/{os.getpid()}/fd/{item.tokens.file}"
+            self._loads.tokens[feature.identifier] = path, item.tokens
             self._stats.count("loads")
-            self._stats.count("bytes", tokens.num_bytes)
+            self._stats.count("bytes", item.tokens.num_bytes)
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
-        """What the workers load in this step. Closes files that no step needs any more."""
+        """What the workers load in this step. Closes files that no request and no worker needs any more."""
         loads, self._loads = self._loads, Loads()
+        if self._first_waiting and not scheduler_output.total_num_scheduled_tokens:
+            time.sleep(_PAUSE_S)
+        self._first_waiting = ""
         self._step += 1
-        num_bytes = sum(tokens.num_bytes for tokens in self._open.values())
-        for uuid in list(self._open):
-            if num_bytes <= self._keep_bytes or self._needed_at[uuid] >= self._step - _OPEN_STEPS:
-                break
-            num_bytes -= self._open[uuid].num_bytes
-            self._close(uuid)
+        self._close(self._step - self._open_steps)
         return loads
 
-    def _close(self, uuid: str) -> None:
-        tokens = self._open.pop(uuid, None)
-        if tokens is not None:
-            os.close(tokens.file)
-            del self._needed_at[uuid]
+    def _close(self, before_step: int) -> None:
+        """Closes the files without a user since that step."""
+        for key, item in list(self._items.items()):
+            if item.opening.done() and not item.users and item.used_at < before_step:
+                del self._items[key]
+                if item.tokens is not None:
+                    os.close(item.tokens.file)
 
     def shutdown(self) -> None:
         """Ends the threads and closes all files."""
+        self._threads.shutdown(cancel_futures=True)
         if self.role is ECConnectorRole.SCHEDULER:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            for uuid in list(self._open):
-                self._close(uuid)
+            for item in self._items.values():
+                item.users.clear()
+            self._close(self._step + 1)
 
     # A worker's side
 
@@ -390,7 +392,35 @@ class VisionSidecarConnector(ECConnectorBase):
         assert isinstance(loads, Loads)
         for uuid, (path, tokens) in loads.tokens.items():
             if uuid not in encoder_cache:
-                encoder_cache[uuid] = self._staging.load(path, tokens).to(self._dtype)
+                encoder_cache[uuid] = self._load(path, tokens).to(self._dtype)
+
+    def _load(self, path: str, tokens: Tokens) -> torch.Tensor:
+        """The tokens [num_tokens, width] on the worker's device. Raises `OSError` if the file has changed."""
+        result = torch.empty(tokens.shape, dtype=tokens.dtype, device=self._device)
+        parts = result.view(torch.uint8).view(-1).split(_PART_BYTES)
+        offsets = range(tokens.offset, tokens.offset + tokens.num_bytes, _PART_BYTES)
+        with open(path, "rb", buffering=0) as file:
+            if self._device.type == "cuda":
+                self._read_staged(file.fileno(), list(zip(offsets, parts, strict=True)))
+            else:
+                list(self._threads.map(_read, [file.fileno()] * len(parts), offsets, parts))
+        return result
+
+    def _read_staged(self, file: int, parts: list[tuple[int, torch.Tensor]]) -> None:
+        """Reads through pinned memory, several parts at the same time."""
+        while len(self._buffers) < min(len(parts), _NUM_THREADS):
+            buffer = torch.empty(_PART_BYTES, dtype=torch.uint8, pin_memory=True)
+            self._buffers.append((buffer, torch.cuda.Event()))
+        while parts:
+            some, parts = parts[: len(self._buffers)], parts[len(self._buffers) :]
+            reads = []
+            for (buffer, copied), (offset, part) in zip(self._buffers, some, strict=False):
+                copied.synchronize()
+                reads.append(self._threads.submit(_read, file, offset, buffer[: len(part)]))
+            for read, (buffer, copied), (_, part) in zip(reads, self._buffers, some, strict=False):
+                read.result()
+                part.copy_(buffer[: len(part)], non_blocking=True)
+                copied.record()
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         """Does nothing: vision-sidecar makes the tokens."""
@@ -408,11 +438,14 @@ class VisionSidecarConnector(ECConnectorBase):
         return Stats(data or {})
 
     @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any
-    ) -> PromMetrics:
+    def build_prom_metrics(cls, *arguments: Any) -> PromMetrics:
         """Registers the counters."""
-        return PromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return PromMetrics(*arguments)
+
+
+def register() -> None:
+    """Makes the connector known by its name alone. vLLM calls this if this file was installed with pip."""
+    ECConnectorFactory.register_connector("VisionSidecarConnector", __name__, "VisionSidecarConnector")
 
 
 def _brings_its_data(feature: Any) -> bool:
@@ -424,44 +457,11 @@ def _brings_its_data(feature: Any) -> bool:
     return "pixel_values" in data or (embeds is not None and embeds.data is not None)
 
 
-class _Staging:
-    """Reads files into tensors on the worker's device; on CUDA through two pinned buffers in turn."""
-
-    def __init__(self) -> None:
-        from vllm.platforms import current_platform
-
-        self._device = torch.device(current_platform.device_type)
-        self._buffers: list[torch.Tensor] = []
-        self._copied: list[torch.cuda.Event] = []
-        self._turn = 0
-
-    def load(self, path: str, tokens: Tokens) -> torch.Tensor:
-        """The tokens [num_tokens, width]. Raises `OSError` if the file is shorter than it was."""
-        result = torch.empty(tokens.shape, dtype=tokens.dtype, device=self._device)
-        rows = result.view(torch.uint8).view(-1)
-        with FileIO(path) as file:
-            file.seek(tokens.offset)
-            (self._read_staged if self._device.type == "cuda" else _read)(file, rows)
-        return result
-
-    def _read_staged(self, file: FileIO, rows: torch.Tensor) -> None:
-        if not self._buffers:
-            self._buffers = [torch.empty(_STAGING_BYTES, dtype=torch.uint8, pin_memory=True) for _ in "12"]
-            self._copied = [torch.cuda.Event(), torch.cuda.Event()]
-        for part in rows.split(_STAGING_BYTES):
-            self._turn = 1 - self._turn
-            self._copied[self._turn].synchronize()  # the copy before the last one has read the buffer
-            staged = self._buffers[self._turn][: len(part)]
-            _read(file, staged)
-            part.copy_(staged, non_blocking=True)
-            self._copied[self._turn].record()
-
-
-def _read(file: FileIO, target: torch.Tensor) -> None:
+def _read(file: int, offset: int, target: torch.Tensor) -> None:
     """Fills a tensor of bytes on the host."""
     left = memoryview(target.numpy())
     while len(left):
-        num_bytes = file.readinto(left)
+        num_bytes = os.preadv(file, [left], offset)
         if not num_bytes:
             raise OSError("the file of tokens has become shorter")
-        left = left[num_bytes:]
+        offset, left = offset + num_bytes, left[num_bytes:]
