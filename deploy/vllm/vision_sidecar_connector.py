@@ -196,7 +196,7 @@ class Stats(ECConnectorStats):
         self.data[name] = self.data.get(name, 0) + number
 
     def reset(self) -> None:
-        self.data = {}
+        self.data.clear()
 
     def aggregate(self, other: ECConnectorStats) -> Stats:
         for name, number in other.data.items():
@@ -459,7 +459,7 @@ def _brings_its_data(feature: Any) -> bool:
 
 def _read(file: int, offset: int, target: torch.Tensor) -> None:
     """Fills a tensor of bytes on the host."""
-    left = memoryview(target.numpy())
+    left = target.numpy().data
     while len(left):
         num_bytes = os.preadv(file, [left], offset)
         if not num_bytes:
