@@ -44,7 +44,8 @@ COPY --from=build /opt/venv /opt/venv
 COPY --from=build /app /app
 
 # /cache keeps downloads and compiled kernels: as a volume it makes the second start fast. The MALLOC_ variables make
-# malloc return large buffers to the system, so that the size of the process is the memory in use.
+# malloc return large buffers to the system, so that the size of the process is the memory in use. /dev/shm is memory in
+# every container. Docker gives it 64 MB, which the server uses and reports; --shm-size gives it more.
 ENV PATH=/opt/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/cache \
@@ -57,6 +58,7 @@ ENV PATH=/opt/venv/bin:$PATH \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     VISION_SIDECAR_HOST=0.0.0.0 \
+    VISION_SIDECAR_HANDOFF_DIR=/dev/shm/vision-sidecar/tokens \
     VISION_SIDECAR_LOG_FORMAT=json \
     VISION_SIDECAR_SHUTDOWN_DELAY_S=5
 USER 10001:10001

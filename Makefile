@@ -25,7 +25,7 @@ lint: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy deploy/healthcheck.py
-	$(BIN)/mypy deploy/examples/embed_and_chat.py deploy/examples/embed_folder.py
+	$(BIN)/mypy deploy/examples/chat.py deploy/examples/embed_folder.py
 	$(BIN)/mypy --explicit-package-bases deploy/ray/app.py deploy/ray/check.py
 
 format: $(DEV)
@@ -41,7 +41,7 @@ check-deploy: $(DEV)
 	$(COMPOSE) --profile llm config -q
 	promtool check config deploy/prometheus/prometheus.yml
 	promtool test rules deploy/prometheus/alerts_test.yml
-	for folder in base demo; do \
+	for folder in base demo llm-one-pod llm-two-pods; do \
 	    kubectl kustomize deploy/kubernetes/$$folder > .venv/manifests.yaml && \
 	        $(BIN)/kubernetes-validate --strict .venv/manifests.yaml || exit 1; \
 	done

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _LOCK = ".lock"
 _OWN = re.compile(rf"({UUID.pattern})(?P<suffix>{re.escape(SUFFIX)}|\.claim|\.[0-9]+-[0-9]+\.part)")
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs")
+_SPARE_SHARE = 16  # of the room, one part in so many stays free: files take whole pages of the file system
 
 
 class FolderError(Exception):
@@ -153,6 +154,7 @@ def _limit_to_room(folder: Path, limit_bytes: int, used_bytes: int) -> int:
     """The limit, or what the file system has room for if that is less."""
     system = os.statvfs(folder)
     room = used_bytes + system.f_bavail * system.f_frsize
+    room -= room // _SPARE_SHARE
     if room >= limit_bytes:
         return limit_bytes
     logger.warning(

@@ -243,93 +243,93 @@ def test_concurrency_of_zero_is_refused(tmp_path: Path) -> None:
     assert "--concurrency: must be at least 1" in error
 
 
-def content_part(uuid: str) -> dict[str, Any]:
-    embeds = {"image_embeds": "AAAA", "image_grid_thw": [1, 4, 4]}
-    return {"type": "image_embeds", "uuid": uuid, "image_embeds": embeds}
+REPLY = {"choices": [{"message": {"role": "assistant", "content": "A cat and a dog."}}]}
+MODELS = {"data": [{"id": "the-model"}]}
 
 
-def test_images_reach_the_language_model_as_embeddings(fake: Fake, tmp_path: Path) -> None:
+def test_chat_has_the_images_in_order_before_the_question(fake: Fake, tmp_path: Path) -> None:
     (tmp_path / "one.jpg").write_bytes(b"one")
     (tmp_path / "two.png").write_bytes(b"two")
-    parts = [content_part("vs1-1"), content_part("vs1-2")]
-    reply = {"choices": [{"message": {"role": "assistant", "content": "A cat and a dog."}}]}
-    fake.answers = {
-        "/embed": [(200, {}, {"content": parts})],
-        "/v1/models": [(200, {}, {"data": [{"id": "the-model"}]})],
-        "/v1/chat/completions": [(200, {}, reply)],
-    }
-    arguments = ("What is it?", tmp_path / "one.jpg", tmp_path / "two.png")
-    urls = ("--sidecar", fake.url, "--vllm", fake.url)
-    keys = {"SIDECAR_API_KEY": "a", "VLLM_API_KEY": "b"}
-    assert finish(start("embed_and_chat.py", *arguments, *urls, **keys)) == (0, "A cat and a dog.\n", "")
-    embed, _, chat = fake.seen
-    assert embed.query == {"format": "vllm"}
-    assert embed.body.index(b"one") < embed.body.index(b"two")
-    assert embed.headers["authorization"] == "Bearer a"
-    assert chat.headers["authorization"] == "Bearer b"
+    fake.answers = {"/v1/models": [(200, {}, MODELS)], "/v1/chat/completions": [(200, {}, REPLY)]}
+    arguments = ("What is it?", tmp_path / "one.jpg", tmp_path / "two.png", "--sidecar", fake.url)
+    assert finish(start("chat.py", *arguments, SIDECAR_API_KEY="a")) == (0, "A cat and a dog.\n", "")
+    models, chat = fake.seen
+    assert models.headers["authorization"] == chat.headers["authorization"] == "Bearer a"
     sent = json.loads(chat.body)
     assert sent["model"] == "the-model"
-    question = {"type": "text", "text": "What is it?"}
-    assert sent["messages"] == [{"role": "user", "content": [*parts, question]}]
+    [message] = sent["messages"]
+    *parts, question = message["content"]
+    assert [part["image_url"]["url"] for part in parts] == [
+        "data:image/jpeg;base64,b25l",
+        "data:image/png;base64,dHdv",
+    ]
+    assert question == {"type": "text", "text": "What is it?"}
+
+
+def test_named_model_is_not_looked_up(fake: Fake, tmp_path: Path) -> None:
+    (tmp_path / "one.jpg").write_bytes(b"one")
+    fake.answers = {"/v1/chat/completions": [(200, {}, REPLY)]}
+    arguments = ("What is it?", tmp_path / "one.jpg", "--sidecar", fake.url, "--model", "mine")
+    assert finish(start("chat.py", *arguments))[0] == 0
+    [chat] = fake.seen
+    assert json.loads(chat.body)["model"] == "mine"
 
 
 @pytest.mark.parametrize(("name", "said"), [("on.jpg", "No such file or directory"), (".", "Is a directory")])
 def test_unreadable_image_is_one_line(name: str, said: str, tmp_path: Path) -> None:
-    code, out, error = finish(start("embed_and_chat.py", "What is it?", tmp_path / name))
+    code, out, error = finish(start("chat.py", "What is it?", tmp_path / name))
     assert (code, out, error.count("\n")) == (1, "", 1)
     assert said in error
-
-
-NOT_AN_IMAGE = {"error": {"message": "not an image"}}
-PARTS = {"content": [content_part("vs1-1")]}
 
 
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
         (
-            {"/embed": (400, {}, NOT_AN_IMAGE)},
-            "vision-sidecar (URL/embed?format=vllm) {refused} 400 not an image",
+            {"/v1/models": (502, {}, {"error": {"message": "the LLM server cannot be reached"}})},
+            "URL/v1/models {refused} 502 the LLM server cannot be reached",
         ),
-        ({"/embed": (502, {}, "bad")}, 'vision-sidecar (URL/embed?format=vllm) {refused} 502 "bad"'),
-        ({"/embed": (200, {}, {})}, "vision-sidecar (URL/embed?format=vllm) sent an unexpected answer: '{}'"),
+        ({"/v1/models": (502, {}, "bad")}, 'URL/v1/models {refused} 502 "bad"'),
         (
-            {"/embed": (200, {}, PARTS), "/v1/models": (401, {}, {"error": {"message": "no key"}})},
-            "vLLM (URL/v1/models) {refused} 401 no key",
+            {"/v1/models": (200, {}, {"data": []})},
+            "URL/v1/models sent an unexpected answer: '{\"data\": []}'",
         ),
         (
-            {"/embed": (200, {}, PARTS), "/v1/models": (200, {}, {"data": []})},
-            "vLLM (URL/v1/models) sent an unexpected answer: '{\"data\": []}'",
+            {
+                "/v1/models": (200, {}, MODELS),
+                "/v1/chat/completions": (401, {}, {"error": {"message": "no key"}}),
+            },
+            "URL/v1/chat/completions {refused} 401 no key",
         ),
     ],
 )
-def test_error_names_the_server_its_url_and_the_reason(
+def test_error_names_the_url_and_the_reason(
     answers: dict[str, tuple[int, dict[str, str], Any]], message: str, fake: Fake, tmp_path: Path
 ) -> None:
     (tmp_path / "one.jpg").write_bytes(b"one")
     fake.answers = {path: [answer] for path, answer in answers.items()}
-    arguments = ("What is it?", tmp_path / "one.jpg", "--sidecar", fake.url, "--vllm", fake.url)
+    arguments = ("What is it?", tmp_path / "one.jpg", "--sidecar", fake.url)
     expected = message.replace("URL", fake.url).replace("{refused}", "refused the request:")
-    assert finish(start("embed_and_chat.py", *arguments)) == (1, "", f"{expected}\n")
+    assert finish(start("chat.py", *arguments)) == (1, "", f"{expected}\n")
 
 
-def test_server_that_does_not_answer_is_named(fake: Fake, tmp_path: Path) -> None:
+def test_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
     (tmp_path / "one.jpg").write_bytes(b"one")
-    fake.answers["/embed"] = [(200, {}, PARTS)]
-    arguments = ("What is it?", tmp_path / "one.jpg", "--sidecar", fake.url, "--vllm", "http://127.0.0.1:9")
-    code, out, error = finish(start("embed_and_chat.py", *arguments))
+    code, out, error = finish(
+        start("chat.py", "What is it?", tmp_path / "one.jpg", "--sidecar", "http://127.0.0.1:9")
+    )
     assert (code, out) == (1, "")
-    assert re.fullmatch(r"vLLM \(http://127\.0\.0\.1:9/v1/models\) does not answer: .*refused\n", error)
+    assert re.fullmatch(r"http://127\.0\.0\.1:9/v1/models does not answer: .*refused\n", error)
 
 
-@pytest.mark.parametrize("name", ["embed_folder.py", "embed_and_chat.py"])
+@pytest.mark.parametrize("name", ["embed_folder.py", "chat.py"])
 def test_url_without_scheme_is_refused(name: str) -> None:
     code, _, error = finish(start(name, "a", "b", "--sidecar", "localhost:8080"))
     assert code == 2
     assert "'localhost:8080' is not a URL such as http://127.0.0.1:8080" in error
 
 
-@pytest.mark.parametrize("script", ["examples/embed_folder.py", "examples/embed_and_chat.py", "ray/check.py"])
+@pytest.mark.parametrize("script", ["examples/embed_folder.py", "examples/chat.py", "ray/check.py"])
 def test_missing_package_is_one_line_that_says_what_to_do(script: str) -> None:
     command = [sys.executable, "-I", "-S", str(ROOT / "deploy" / script), "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20)

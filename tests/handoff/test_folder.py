@@ -115,13 +115,14 @@ def test_path_that_is_no_folder_is_refused_in_one_line(tmp_path: Path) -> None:
             open_folder(path, 1000)
 
 
-def test_limit_shrinks_to_the_room_and_the_log_says_so(
+def test_limit_shrinks_to_the_room_less_a_spare_and_the_log_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_folder(tmp_path, 2**60):
         limit = Ledger(tmp_path).limit_bytes
     system = os.statvfs(tmp_path)
-    assert 0 < limit <= system.f_blocks * system.f_frsize
+    # Less than 15/16: files take whole pages. The room changes while other programs write.
+    assert 0.85 < limit / (system.f_bavail * system.f_frsize) < 0.98
     assert f"has room for {limit} bytes only" in caplog.text
 
 

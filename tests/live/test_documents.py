@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,6 +19,7 @@ from safetensors.torch import load
 
 from tests.support.answers import from_json, from_npy, from_safetensors, from_vllm
 from tests.support.app import encode_image
+from tests.support.process import Process
 from tests.support.project import DOCUMENTS, ROOT
 
 SIDECAR, LLM = "localhost:8080", "localhost:8000"
@@ -122,15 +124,32 @@ def test_the_readme_has_a_command_for_each_form() -> None:
     assert len(commands(*DOCUMENTS)) >= 15
 
 
+def tokens_of(part: dict[str, Any], store: Path) -> torch.Tensor:
+    """The tokens that a content part brings, or that the store has under its uuid."""
+    if "image_embeds" in part["image_embeds"]:
+        # The `token_width` of the demo model: vLLM knows it from its own configuration.
+        [tokens] = from_vllm(json.dumps({"content": [part], "token_width": 384}).encode())
+        return tokens
+    return load((store / f"{part['uuid']}.safetensors").read_bytes())["tokens"]
+
+
 class FakeLLM(BaseHTTPRequestHandler):
-    """Stands in for vLLM: parses the content parts of a message by its rules."""
+    """Stands in for vLLM: takes the content parts of a message by its rules."""
+
+    store: Path
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        *parts, question = request["messages"][0]["content"]
-        # The `token_width` of the demo model: vLLM knows it from its own configuration.
-        [tokens] = from_vllm(json.dumps({"content": parts, "token_width": 384}).encode())
-        body = json.dumps(CHAT).encode() if question["type"] == "text" and len(tokens) else b"{}"
+        part, question = request["messages"][0]["content"]
+        t, h, w = part["image_embeds"]["image_grid_thw"]
+        fits = len(tokens_of(part, self.store)) == t * h * w // 4
+        self._answer(CHAT if question["type"] == "text" and fits else {})
+
+    def do_GET(self) -> None:
+        self._answer({"object": "list", "data": [{"id": "demo", "object": "model"}]})
+
+    def _answer(self, content: dict[str, Any]) -> None:
+        body = json.dumps(content).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -142,8 +161,9 @@ class FakeLLM(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def llm_url() -> Iterator[str]:
-    with HTTPServer(("127.0.0.1", 0), FakeLLM) as server:
+def llm_url(tmp_path: Path) -> Iterator[str]:
+    handler = type("FakeLLM", (FakeLLM,), {"store": tmp_path / "tokens"})
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -151,13 +171,23 @@ def llm_url() -> Iterator[str]:
         thread.join()
 
 
-def test_the_python_of_the_documents_runs(server_url: str, llm_url: str, folder: Path) -> None:
-    assert len(programs()) >= 4
+@pytest.fixture
+def door_url(tmp_path: Path, llm_url: str) -> Iterator[str]:
+    """A server in front of the LLM server."""
+    flags = ("--port", "0", "--device", "cpu", "--decode-threads", "2", "--llm-url", llm_url)
+    process = Process(*flags, "--handoff-dir", str(tmp_path / "tokens")).ready()
+    yield process.url
+    process.kill()
+
+
+def test_the_python_of_the_documents_runs(door_url: str, llm_url: str, folder: Path) -> None:
+    assert len(programs()) >= 6
     [writes_file] = [command for command in commands(ROOT / "docs/api.md") if "-o tokens.safe" in command]
-    run_command(writes_file, server_url, folder)
-    program = "\n".join(programs()).replace(f"http://{SIDECAR}", server_url).replace(f"http://{LLM}", llm_url)
+    run_command(writes_file, door_url, folder)
+    program = "\n".join(programs()).replace(f"http://{SIDECAR}", door_url).replace(f"http://{LLM}", llm_url)
     command = [sys.executable, "-W", "ignore", "-c", program]  # one process: imports take seconds
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "torch.bfloat16\n" in done.stdout
-    assert done.stdout.endswith("Noise.\n")
+    # Through the door, with the connector alone, with tensors in the body.
+    assert done.stdout.endswith("Noise.\n" * 3)
