@@ -18,7 +18,7 @@ test-gpu: $(DEV)
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 soak: $(DEV)
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m soak -s tests/test_soak.py $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m soak -s tests/test_soak.py tests/test_soak_handoff.py $(ARGS)
 
 lint: $(DEV)
 	$(BIN)/ruff check .
