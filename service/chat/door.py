@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import httpcore
 from fastapi import Request
+from starlette.requests import ClientDisconnect
 from starlette.types import Message, Send
 
 from service.chat.chat_body import ChatForm, find_messages, parse_chat
@@ -29,12 +30,20 @@ from service.intake.request_head import parse_head
 from service.metrics import Metrics
 from service.pipeline import Pipeline
 
+# Clients may close their connection at this mark, before the stream itself has ended. Source: OpenAI's API.
+_END_OF_STREAM = b"data: [DONE]\n\n"
+
 
 @dataclass
 class _Outcome:
     """How a request to the LLM server ended, as the metrics name it."""
 
     status: str = "abandoned"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the client has got all that it can use, even if it left before the end."""
+        return self.status.isdecimal()
 
 
 class ChatDoor:
@@ -61,12 +70,17 @@ class ChatDoor:
         with self._permit(request) as permit:
             body, entries = await self._body(request, form, permit)
             permit.keep(len(body))
-            with ended_by_caller(request.receive):
-                await self._exchange(request, path, body, entries, send)
+            outcome = _Outcome()
+            try:
+                with ended_by_caller(request.receive):
+                    await self._exchange(request, path, body, entries, outcome, send)
+            except ClientDisconnect:
+                if not outcome.is_complete:
+                    raise
 
     async def forward(self, request: Request, path: str, send: Send) -> None:
         """Answers a request without a body. Raises `ApiError`."""
-        await self._exchange(request, path, b"", (), send)
+        await self._exchange(request, path, b"", (), _Outcome(), send)
 
     async def look(self, request: Request) -> tuple[Request, bool]:
         """Reads the body. Returns the request, to be read again, and whether it is a chat."""
@@ -98,7 +112,13 @@ class ChatDoor:
             return await pipeline.run_blocking(chat.with_entries, entries), entries
 
     async def _exchange(
-        self, request: Request, path: str, body: bytes, entries: Sequence[Entry], send: Send
+        self,
+        request: Request,
+        path: str,
+        body: bytes,
+        entries: Sequence[Entry],
+        outcome: _Outcome,
+        send: Send,
     ) -> None:
         """Sends the request on and streams the answer back, each piece as it comes.
 
@@ -110,7 +130,7 @@ class ChatDoor:
         )
         asking = self._llm.ask(request.method, path, scope["query_string"], headers, body)
         async with AsyncExitStack() as stack:
-            outcome = stack.enter_context(self._counted())
+            stack.enter_context(self._counted(outcome))
             stop_renewing = stack.enter_context(self._pipeline.renewed_leases(entries))
             with context.stage("llm"):
                 answer = await stack.enter_async_context(asking)
@@ -118,15 +138,16 @@ class ChatDoor:
             async for piece in answer.aiter_stream():
                 stop_renewing()
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if piece.endswith(_END_OF_STREAM):
+                    outcome.status = str(answer.status)
             outcome.status = str(answer.status)
         await send({"type": "http.response.body", "body": b""})
 
     @contextmanager
-    def _counted(self) -> Iterator[_Outcome]:
+    def _counted(self, outcome: _Outcome) -> Iterator[None]:
         """Counts one request to the LLM server when it has ended."""
-        outcome = _Outcome()
         try:
-            yield outcome
+            yield
         except (LlmUnreachable, LlmTimeout) as error:
             outcome.status = "timeout" if isinstance(error, LlmTimeout) else "unreachable"
             raise

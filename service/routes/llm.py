@@ -17,6 +17,7 @@ from service.routes.response import AcceptedResponse
 
 FORMS: Mapping[str, ChatForm] = {
     "/v1/chat/completions": CHAT,
+    "/v1/completions": CHAT,  # has no images
     "/v1/responses": RESPONSES,
     "/tokenize": CHAT,
     "/pooling": CHAT,

@@ -105,6 +105,21 @@ def test_caller_who_leaves_ends_the_request_upstream(
     assert door.scrape().total("inflight_bytes") == 0
 
 
+def test_caller_who_leaves_at_the_mark_of_the_end_has_got_everything(
+    door: Served, llm: LlmServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm.script = steps = Steps(b"data: 1\n\n", b"data: [DONE]\n\n", b"never sent")
+    with httpx.Client(timeout=20) as leaving, leaving.stream("POST", url(door), json=chat("hi")) as response:
+        received = response.iter_raw()
+        for _ in range(2):
+            steps.go()
+            next(received)
+    eventually(lambda: counted(door, "200") == 1)
+    assert llm.last().has_left.wait(10)
+    eventually(lambda: door.scrape().total("requests_total", f'route="{CHAT}",status="200"') == 1)
+    assert [record.message for record in caplog.records if "the caller left" in record.message] == []
+
+
 def test_caller_who_leaves_while_images_are_encoded_asks_nothing(
     open_door: Door, llm: LlmServer, gate: threading.Event
 ) -> None:
