@@ -2,8 +2,8 @@
 
     python -m tests.gpu.stand_in_llm --dir TOKENS --port 8100
 
-It first copies the tokens of each image from the store to the GPU, as a connector does, and then answers at
-once. Chats without images show what the rest takes.
+It first loads the tokens of each image from the store, as vLLM's worker does with the connector, and then
+answers at once. Chats without images show what the rest takes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
+from typing import Any
 
 import torch
 import uvicorn
@@ -23,47 +23,42 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-_NUM_THREADS = 4
-_BUFFER_BYTES = 2**28
+from tests.support.vllm_connector import Role, connector_module, vllm_config
 
 
-class Loader:
-    """Reads files into pinned memory and copies them to the GPU, where there is one."""
+class Worker:
+    """A worker of vLLM, with one thread."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, connector: Any, folder: Path) -> None:
+        self._connector = connector
         self._folder = folder
-        self._is_cuda = torch.cuda.is_available()
-        self._threads = ThreadPoolExecutor(_NUM_THREADS)
-        self._buffers: SimpleQueue[torch.Tensor] = SimpleQueue()
-        for _ in range(_NUM_THREADS):
-            self._buffers.put(torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=self._is_cuda))
+        self._worker = connector.VisionSidecarConnector(vllm_config(dir=str(folder)), Role.WORKER)
+        self._thread = ThreadPoolExecutor(1)
 
-    async def load(self, uuid: str) -> torch.Tensor:
-        """The bytes of an entry."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._load, uuid)
+    async def load(self, uuids: list[str]) -> int:
+        """Loads the tokens of images, to the GPU if there is one. Returns their bytes."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._load, uuids)
 
-    def _load(self, uuid: str) -> torch.Tensor:
-        buffer = self._buffers.get()
-        try:
-            with (self._folder / f"{uuid}.safetensors").open("rb", buffering=0) as file:
-                num_bytes = os.fstat(file.fileno()).st_size
-                view, done = buffer.numpy().data, 0
-                while done < num_bytes:
-                    done += file.readinto(view[done:num_bytes])
-            return buffer[:num_bytes].to("cuda" if self._is_cuda else "cpu", copy=True)
-        finally:
-            self._buffers.put(buffer)
+    def _load(self, uuids: list[str]) -> int:
+        num_bytes = 0
+        for uuid in uuids:
+            path = str(self._folder / f"{uuid}.safetensors")
+            file = os.open(path, os.O_RDONLY)
+            tokens = self._connector.Tokens.read(file)
+            self._worker._load(path, tokens)
+            os.close(file)
+            num_bytes += tokens.num_bytes
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return num_bytes
 
 
-def create_app(folder: Path) -> Starlette:
-    loader = Loader(folder)
-
+def create_app(worker: Worker) -> Starlette:
     async def chat(request: Request) -> JSONResponse:
         messages = json.loads(await request.body())["messages"]
-        uuids = [part["uuid"] for part in messages[0]["content"] if part["type"] == "image_embeds"]
-        loaded = await asyncio.gather(*map(loader.load, uuids))
-        usage = {"bytes": sum(map(len, loaded))}
-        return JSONResponse({"choices": [{"message": {"content": "a"}}], "usage": usage})
+        parts = [part for part in messages[0]["content"] if part["type"] == "image_embeds"]
+        num_bytes = await worker.load([part["uuid"] for part in parts])
+        return JSONResponse({"choices": [{"message": {"content": "a"}}], "usage": {"bytes": num_bytes}})
 
     return Starlette(routes=[Route("/v1/chat/completions", chat, methods=["POST"])])
 
@@ -73,4 +68,6 @@ if __name__ == "__main__":
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
     arguments = parser.parse_args()
-    uvicorn.run(create_app(arguments.dir), port=arguments.port, log_level="warning")
+    with connector_module() as module:
+        app = create_app(Worker(module, arguments.dir))
+        uvicorn.run(app, port=arguments.port, log_level="warning")
