@@ -6,13 +6,13 @@ two calls.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import orjson
+import pybase64
 import torch
 
 from service.answers.answer import Piece
@@ -80,10 +80,10 @@ class Base64Writer:
             if len(head) < 3:
                 self._rest = head
                 return num_bytes
-            self._pieces.append(base64.b64encode(head))
+            self._pieces.append(pybase64.b64encode(head))
         end = len(data) // 3 * 3
         for start in range(0, end, _SLICE_BYTES):
-            self._pieces.append(base64.b64encode(data[start : min(start + _SLICE_BYTES, end)]))
+            self._pieces.append(pybase64.b64encode(data[start : min(start + _SLICE_BYTES, end)]))
         self._rest = bytes(data[end:])
         return num_bytes
 
@@ -92,7 +92,7 @@ class Base64Writer:
 
     def finish(self) -> list[bytes]:
         """Returns the base64 of all bytes written, with padding, in pieces."""
-        return [*self._pieces, base64.b64encode(self._rest)]
+        return [*self._pieces, pybase64.b64encode(self._rest)]
 
 
 def base64_text(tensor: torch.Tensor) -> list[bytes]:

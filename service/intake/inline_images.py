@@ -10,6 +10,7 @@ import re
 
 import numpy as np
 import numpy.typing as npt
+import pybase64
 
 from service.errors import BadRequest, TooLarge
 from service.fetching.image_urls import ImageUrl
@@ -17,9 +18,10 @@ from service.fetching.image_urls import ImageUrl
 # Neither alphabet of base64 has a colon, so text that begins like this is meant as a URL.
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,31}):")
 _WHITESPACE = b" \t\r\n\f\v"
+_URLSAFE = b"-_"
 _IGNORED_IN_URLS = b"\t\r\n"  # anywhere in a URL. Source: WHATWG URL Standard, section 4.4
-_URLSAFE_TO_STANDARD = bytes.maketrans(b"-_", b"+/")
-# Decoding holds the interpreter lock, and other threads get it between two slices. A multiple of 4.
+_URLSAFE_TO_STANDARD = bytes.maketrans(_URLSAFE, b"+/")
+# Decoding percent signs holds the interpreter lock, and other threads get it between two slices.
 _SLICE_CHARS = 2**18
 _NO_DIGIT = 16
 
@@ -101,25 +103,26 @@ def _ascii(text: str) -> bytes:
 
 
 def _decode_base64(encoded: bytes, max_bytes: int) -> bytes:
-    if (b"-" in encoded or b"_" in encoded) and (b"+" in encoded or b"/" in encoded):
+    is_urlsafe = _has_any(encoded, _URLSAFE)
+    if is_urlsafe and _has_any(encoded, b"+/"):
         raise BadRequest("the base64 mixes the standard and the URL-safe alphabet", code="invalid_base64")
-    padded = encoded.translate(_URLSAFE_TO_STANDARD, _WHITESPACE)
+    padded = encoded
+    if is_urlsafe or _has_any(encoded, _WHITESPACE):
+        padded = encoded.translate(_URLSAFE_TO_STANDARD, _WHITESPACE)
     digits = padded.rstrip(b"=")
     num_missing = -len(digits) % 4
-    # Padding in the middle would go unnoticed if it fell on the end of a slice.
     if num_missing == 3 or len(padded) - len(digits) not in (0, num_missing) or b"=" in digits:
         raise BadRequest("the base64 has a wrong length or padding", code="invalid_base64")
     _check_size(len(digits) * 3 // 4, max_bytes)
-    complete = digits + b"=" * num_missing
     try:
-        return b"".join(
-            [
-                binascii.a2b_base64(complete[start : start + _SLICE_CHARS], strict_mode=True)
-                for start in range(0, len(complete), _SLICE_CHARS)
-            ]
-        )
+        return pybase64.b64decode(digits + b"=" * num_missing, validate=True)
     except binascii.Error:
         raise BadRequest("the base64 has characters outside its alphabet", code="invalid_base64") from None
+
+
+def _has_any(data: bytes, chars: bytes) -> bool:
+    """Much faster than a translation or a regular expression."""
+    return any(char in data for char in chars)
 
 
 def _percent_decode(data: bytes) -> bytes:
