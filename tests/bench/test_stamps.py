@@ -53,8 +53,8 @@ def images_of(chat: bytes) -> list[bytes]:
 
 def test_chat_asks_for_one_token_about_the_images(tmp_path: Path) -> None:
     with FakeServer() as server:
-        measure(server, "--duration", "0.2", "--chat", "m", "--images-per-request", "2", tmp_path=tmp_path)
-        measure(server, "--duration", "0.2", "--chat", "m", "--repeat-images", tmp_path=tmp_path)
+        measure(server, "--duration", "1", "--chat", "m", "--images-per-request", "2", tmp_path=tmp_path)
+        measure(server, "--duration", "1", "--chat", "m", "--repeat-images", tmp_path=tmp_path)
         head, body = server.seen.posts[0]
         _, last = server.seen.posts[-1]
     assert head.startswith("POST /v1/chat/completions HTTP/1.1\r\n")
@@ -68,7 +68,7 @@ def test_server_with_a_cache_encodes_every_image_unless_they_repeat(tmp_path: Pa
     folder = tmp_path / "tokens"
     flags = ("--port", "0", "--device", "cpu", "--handoff-dir", str(folder))
     process = Process(*flags).ready()
-    load = ["--duration", "1", "--query", "format=handoff", "--read-tokens", str(folder)]
+    load = ["--duration", "2", "--query", "format=handoff", "--read-tokens", str(folder)]
     try:
         new, repeated = (
             measure(process, *load, *more, tmp_path=tmp_path)  # type: ignore[arg-type]
