@@ -1,4 +1,4 @@
-"""A vision-sidecar in front of an LLM server, in a process of its own, which can be stopped and started again."""
+"""A vision-sidecar in front of an LLM server, as a process that can be stopped and started again."""
 
 from __future__ import annotations
 
@@ -32,8 +32,13 @@ class Sidecar:
         """Starts the server at its port, and waits until it is ready."""
         self._process = Process(*self._flags).ready()
 
+    def send_signal(self, number: int) -> None:
+        """Sends a signal."""
+        assert self._process is not None, "the server has been started"
+        self._process.signal(number)
+
     def stop(self, number: int = signal.SIGTERM) -> None:
-        """Sends a signal and waits for the end."""
+        """Sends a signal that ends the server, and waits for the end."""
         assert self._process is not None, "the server has been started"
         self._process.signal(number)
         self._process.exit_code()

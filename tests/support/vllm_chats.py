@@ -12,6 +12,7 @@ import httpx
 import numpy as np
 from PIL import Image
 
+from tests.support.chats import CHAT
 from tests.support.vllm_server import MODEL
 
 TOLERANCE = 1e-4  # of log-probabilities in float32
@@ -57,9 +58,11 @@ def body_of(messages: Sequence[Mapping[str, Any]], **members: Any) -> dict[str, 
     return {"model": MODEL, "messages": messages, **greedy, **members}
 
 
-def send(url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None) -> httpx.Response:
+def send(
+    url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None, *, timeout_s: float = 100
+) -> httpx.Response:
     """Sends a chat."""
-    return httpx.post(f"{url}/v1/chat/completions", json=body, headers=headers, timeout=100)
+    return httpx.post(f"{url}{CHAT}", json=body, headers=headers, timeout=timeout_s)
 
 
 def ask(url: str, *parts: Part, headers: Mapping[str, str] | None = None) -> Answer:

@@ -30,7 +30,7 @@ _FLAGS_OF_TYPE = {"qwen3_5": ["--no-enable-prefix-caching"]}
 class Lab:
     """The servers, all ready."""
 
-    model_type: str
+    checkpoint: Path
     plain: VllmServer
     near: Sidecar
     by_dir: VllmServer
@@ -77,4 +77,4 @@ def start_lab(model_type: str, checkpoint: Path, stores: Path, folder: Path) -> 
         far.start()
         for server in (plain, by_dir, by_url):
             server.wait()
-        yield Lab(model_type, plain, near, by_dir, far, by_url)
+        yield Lab(checkpoint, plain, near, by_dir, far, by_url)

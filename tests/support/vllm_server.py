@@ -69,7 +69,7 @@ class VllmServer:
         return self._log.read_text()
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum over the series of one of vLLM's metrics that have these labels. `name`: without its prefix."""
+        """The sum over the series of a metric that have these labels. `name`: without vLLM's prefix."""
         text = httpx.get(f"{self.url}/metrics", timeout=10).text
         families = text_string_to_metric_families(text)
         samples = [

@@ -49,7 +49,12 @@ def tensors_in_the_body(lab: Lab, images: Sequence[bytes]) -> Answer:
     return ask(lab.plain.url, *lab.near.tensors(images))
 
 
-WAYS = [through_the_door, by_uuid_from_a_folder, by_uuid_over_http, tensors_in_the_body]
+WAYS: list[Callable[[Lab, Sequence[bytes]], Answer]] = [
+    through_the_door,
+    by_uuid_from_a_folder,
+    by_uuid_over_http,
+    tensors_in_the_body,
+]
 
 
 @pytest.mark.parametrize("chats", CHATS.values(), ids=CHATS)

@@ -1,4 +1,4 @@
-"""Tokens that are missing, wrong or broken, and uuids that nobody gave: their request fails, and nothing else."""
+"""Missing, wrong or broken tokens, and uuids that no service gave: only their request fails."""
 
 from __future__ import annotations
 
@@ -77,6 +77,17 @@ def way(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Way]:
     way = Way(lab.by_dir, lab.near) if request.param == "from a folder" else Way(lab.by_url, lab.far)
     yield way
     assert way.vllm.is_healthy()
+
+
+def test_tensor_that_is_not_of_its_grid(lab: Lab) -> None:
+    [part] = lab.near.tensors([photo(2040, 256, 256)])
+    before = ask(lab.plain.url, part)
+    wrong = part | {
+        "uuid": uuid_of(4),
+        "image_embeds": part["image_embeds"] | {"image_grid_thw": [1, 16, 18]},
+    }
+    check_error(send(lab.plain.url, body_of(messages_of(wrong))))
+    check_equal(ask(lab.plain.url, part), before)
 
 
 def uuid_of(number: int) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from tests.support.chats import CHAT
 from tests.support.sidecar import tokens_part
 from tests.support.vllm_chats import (
     Part,
@@ -46,7 +47,7 @@ async def send_all(url: str) -> list[httpx.Response]:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
         bodies = [body_of(messages_of(part_of(number))) for number in range(NUM_CHATS)]
-        posts = [client.post("/v1/chat/completions", json=body) for body in bodies]
+        posts = [client.post(CHAT, json=body) for body in bodies]
         return list(await asyncio.gather(*posts))
 
 

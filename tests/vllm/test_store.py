@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 from openai import OpenAI
 
@@ -30,12 +32,21 @@ pytestmark = [
 ]
 
 IMAGE_BYTES = 256 * 192 * 4  # the tokens of a photograph of 512 × 512
-NUM_THAT_FIT = FAR_BYTES // (IMAGE_BYTES + 4096)
+NUM_THAT_FIT = FAR_BYTES // (IMAGE_BYTES + 1024)
+
+
+@pytest.fixture(autouse=True)
+def no_leases(lab: Lab) -> None:
+    no_leases_left(lab)
+
+
+def no_leases_left(lab: Lab) -> None:
+    """Waits until nothing in the small store is leased."""
+    eventually(lambda: lab.far.metric("handoff_leased_bytes") == 0)
 
 
 def fill(lab: Lab, seed: int) -> None:
-    """Fills the small store with leased tokens. Waits first until no others are leased."""
-    time.sleep(FAR_LEASE_S)
+    """Fills the small store with leased tokens. Nothing else may be leased."""
     lab.far.hand_over([photo(seed + number, 512, 512) for number in range(NUM_THAT_FIT)])
 
 
@@ -73,10 +84,11 @@ def test_tokens_that_were_evicted_before_vllm_asks(lab: Lab) -> None:
     image = photo(3250, 512, 512)
     [part] = lab.far.hand_over([image])
     assert lab.far.has(part["uuid"])
+    no_leases_left(lab)
     fill(lab, 3200)
     assert not lab.far.has(part["uuid"])
     check_fails(lab.by_url, part)
-    time.sleep(FAR_LEASE_S)
+    no_leases_left(lab)
     check_equal(ask(lab.by_url.url, *lab.far.hand_over([image])), ask(lab.plain.url, url_part(image)))
 
 
@@ -90,6 +102,31 @@ def test_tokens_that_were_deleted_before_vllm_asks(lab: Lab, name: str) -> None:
     [again] = sidecar.hand_over([image])
     assert again == part
     check_equal(ask(vllm.url, again), ask(lab.plain.url, url_part(image)))
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_service_that_hangs_delays_no_other_chat(lab: Lab, leaves: bool) -> None:
+    [open_part, hanging_part] = lab.far.hand_over([photo(3700 + leaves), photo(3710 + leaves)])
+    expected = ask(lab.by_url.url, open_part)
+    before = lab.by_url.metric("vision_sidecar_failures_total", reason="timeout")
+    lab.far.send_signal(signal.SIGSTOP)
+    try:
+        body = body_of(messages_of(hanging_part))
+        with ThreadPoolExecutor() as threads:
+            hanging = threads.submit(send, lab.by_url.url, body, timeout_s=1 if leaves else 100)
+            eventually(lambda: lab.by_url.metric("num_requests_waiting") == 1)
+            check_equal(ask(lab.by_url.url, open_part), expected)
+            assert not hanging.done() or leaves
+            if leaves:
+                assert isinstance(hanging.exception(), httpx.ReadTimeout)
+            else:
+                check_error(hanging.result())
+                assert lab.by_url.metric("vision_sidecar_failures_total", reason="timeout") == before + 1
+        eventually(lambda: lab.by_url.metric("num_requests_waiting") == 0)
+    finally:
+        lab.far.send_signal(signal.SIGCONT)
+    image = photo(3710 + leaves)
+    check_equal(ask(lab.by_url.url, hanging_part), ask(lab.plain.url, url_part(image)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
