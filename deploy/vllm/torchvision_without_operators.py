@@ -1,7 +1,7 @@
 """Lets torchvision be imported beside a torch that it was not built for, such as PyPI's beside a CPU build.
 
-Its operators cannot be loaded then. That is no error by itself, but torchvision describes the outputs of two of
-them while it is imported, and these two must exist. vLLM only needs what torchvision has in Python.
+Its operators cannot be loaded then. That is no error by itself, but torchvision describes the outputs of two
+of them while it is imported, and these two must exist. vLLM only needs what torchvision has in Python.
 
 A .pth file imports this module at the start of every Python in the environment. When torchvision is first
 imported, this module declares the two operators.

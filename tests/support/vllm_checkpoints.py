@@ -142,8 +142,11 @@ def _model(model_type: str, tokenizer: PreTrainedTokenizerFast) -> nn.Module:
     )
     model: nn.Module = model_class(config).eval()
     randomize(model)
-    with torch.no_grad():  # larger logits, so that greedy tokens are far from a tie
-        model.get_parameter("lm_head.weight").mul_(3)
+    with torch.no_grad():
+        model.get_parameter("lm_head.weight").mul_(3)  # so that greedy tokens are far from a tie
+        for name, parameter in model.named_parameters():
+            if model_type == "qwen3_5" and "language_model" in name and "norm" in name:
+                parameter.sub_(1)  # this model adds 1 to the weights of its norms
     return model
 
 

@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,16 @@ MODEL = "tiny"  # the name under which every server serves its model
 CONNECTOR = "vision_sidecar_connector"
 
 _ENVIRON = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "2",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "PYTHONPATH": str(ROOT / "deploy/vllm"),  # as the connector's documents say
 }
-_FLAGS = ["--dtype=float32", "--enforce-eager", "--max-model-len=16384", "--max-num-seqs=16", "--seed=0"]
+_FLAGS = [
+    *("--dtype=float32", "--enforce-eager", "--seed=0"),
+    *("--max-model-len=16384", "--max-num-seqs=16", f"--kv-cache-memory-bytes={2**28}"),
+]
 _START_S = 180.0
 
 
@@ -96,6 +99,17 @@ def _kill_group(group: int) -> None:
         os.killpg(group, signal.SIGKILL)
     except ProcessLookupError:
         return
+
+
+@contextmanager
+def running(checkpoint: Path, log: Path, *flags: str) -> Iterator[VllmServer]:
+    """A server that takes requests."""
+    server = VllmServer(checkpoint, log, *flags)
+    try:
+        server.wait()
+        yield server
+    finally:
+        server.stop()
 
 
 def connector_flag(extra: Mapping[str, Any]) -> str:

@@ -79,17 +79,6 @@ def way(lab: Lab, request: pytest.FixtureRequest) -> Iterator[Way]:
     assert way.vllm.is_healthy()
 
 
-def test_tensor_that_is_not_of_its_grid(lab: Lab) -> None:
-    [part] = lab.near.tensors([photo(2040, 256, 256)])
-    before = ask(lab.plain.url, part)
-    wrong = part | {
-        "uuid": uuid_of(4),
-        "image_embeds": part["image_embeds"] | {"image_grid_thw": [1, 16, 18]},
-    }
-    check_error(send(lab.plain.url, body_of(messages_of(wrong))))
-    check_equal(ask(lab.plain.url, part), before)
-
-
 def uuid_of(number: int) -> str:
     """The uuid of no image."""
     return f"vs1-{number:064x}"
