@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.project import ROOT
 from tests.support.sidecar import free_port
-from tests.support.waiting import eventually
 
 BIN = ROOT / ".venv-vllm/bin"
 MODEL = "tiny"  # the name under which every server serves its model
@@ -55,11 +55,11 @@ class VllmServer:
 
     def wait(self) -> None:
         """Waits until the server takes requests."""
-        eventually(self._is_up_or_ended, timeout_s=_START_S)
-        assert self._process.poll() is None, f"vLLM did not start:\n{self.log()[-4000:]}"
-
-    def _is_up_or_ended(self) -> bool:
-        return self._process.poll() is not None or self.is_healthy()
+        deadline = time.monotonic() + _START_S
+        while not self.is_healthy():
+            assert time.monotonic() < deadline, f"vLLM has not started yet:\n{self.log()[-4000:]}"
+            assert self._process.poll() is None, f"vLLM ended:\n{self.log()[-4000:]}"
+            time.sleep(0.2)  # the start takes all cores
 
     def is_healthy(self) -> bool:
         """Whether the server and its engine run."""
