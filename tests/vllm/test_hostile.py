@@ -132,7 +132,12 @@ def tokens_file(
 ) -> bytes:
     """A whole file of tokens that are all 0."""
     size = num_tokens * width * 4
-    header = json.dumps({name: {"dtype": dtype, "shape": [num_tokens, width], "data_offsets": [0, size]}})
+    header = json.dumps(
+        {
+            "__metadata__": {"grid_thw": json.dumps(GRID)},
+            name: {"dtype": dtype, "shape": [num_tokens, width], "data_offsets": [0, size]},
+        }
+    )
     return len(header).to_bytes(8, "little") + header.encode() + bytes(size)
 
 
