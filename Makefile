@@ -1,5 +1,5 @@
 # Targets create the virtual environment that they need: .venv, with the versions of deploy/constraints.txt.
-.PHONY: serve test test-gpu soak lint format check-deploy check-ray clean
+.PHONY: serve test test-gpu soak lint format check-deploy check-ray check-vllm clean
 PYTHON ?= python3
 BIN := .venv/bin
 # One mark file for each TORCH, so that a different TORCH installs its build of torch.
@@ -26,6 +26,7 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/mypy deploy/healthcheck.py
 	$(BIN)/mypy deploy/examples/chat.py deploy/examples/embed_folder.py
+	$(BIN)/mypy deploy/vllm/torchvision_without_operators.py
 	$(BIN)/mypy --allow-subclassing-any deploy/vllm/vision_sidecar_connector.py
 	$(BIN)/mypy --explicit-package-bases deploy/ray/app.py deploy/ray/check.py
 
@@ -53,6 +54,16 @@ check-ray:
 	PYTHON=$(PYTHON) deploy/install.sh .venv-ray '.[ray]'
 	.venv-ray/bin/python deploy/ray/check.py
 
+# Starts stock vLLM on this machine, without a GPU, with tiny models.
+VLLM := .venv-vllm/.installed
+check-vllm: $(DEV) $(VLLM)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m vllm -v tests/vllm $(ARGS)
+
+$(VLLM): deploy/vllm/check-requirements.txt deploy/vllm/install-check.sh deploy/constraints.txt deploy/install.sh \
+    deploy/vllm/torchvision_without_operators.py
+	PYTHON=$(PYTHON) deploy/vllm/install-check.sh .venv-vllm
+	touch $@
+
 $(SERVE): pyproject.toml deploy/constraints.txt deploy/install.sh
 	PYTHON=$(PYTHON) deploy/install.sh .venv .
 	rm -f .venv/.serve* .venv/.dev*
@@ -64,4 +75,4 @@ $(DEV): pyproject.toml deploy/constraints.txt deploy/install.sh
 	touch $@ $(SERVE)
 
 clean:
-	rm -rf .venv .venv-ray build dist *.egg-info
+	rm -rf .venv .venv-ray .venv-vllm build dist *.egg-info

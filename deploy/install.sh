@@ -1,10 +1,11 @@
 #!/bin/sh
 # Installs this project into a virtual environment, with the versions of deploy/constraints.txt.
-# usage: deploy/install.sh VENV REQUIREMENT     (REQUIREMENT: ".", or with extras such as ".[dev]" or ".[dev,ray]")
+# usage: deploy/install.sh VENV [REQUIREMENT]   (REQUIREMENT: ".", or with extras such as ".[dev]" or ".[dev,ray]")
+# Without REQUIREMENT it installs torch alone.
 # TORCH=cpu or TORCH=cuda selects the build of torch. Without it, a machine with an NVIDIA GPU gets CUDA.
 set -eu
 venv=$1
-requirement=$2
+requirement=${2-}
 cd "$(dirname "$0")/.."
 
 constraints=deploy/constraints.txt
@@ -43,6 +44,7 @@ if [ -n "$torch" ]; then
         "$venv/bin/python" -m uv pip install -q --python "$venv/bin/python" --torch-backend cpu "torch==$version"
     fi
 fi
+[ -n "$requirement" ] || exit 0
 # With CUDA, install the kernels of the extra `gpu`. The server uses them if the GPU supports them.
 case "$TORCH $requirement" in
     "cuda "*"]") requirement="${requirement%]},gpu]" ;;

