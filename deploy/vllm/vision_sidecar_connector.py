@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ SUPPORTED_VERSIONS = ("0.32",)
 _UUID = re.compile(r"vs1-[0-9a-f]{64}")  # only what matches as a whole becomes part of a path or a URL
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_HEADER_BYTES = 2**16
+_MAX_GRIDS = 2**16
 _NUM_THREADS = 8
 _PART_BYTES = 2**22  # read or fetched in one call
 _PAUSE_S = 0.001  # of the engine's loop, which would spin while all requests wait for tokens
@@ -73,17 +75,19 @@ class Tokens:
     offset: int
     shape: tuple[int, int]
     dtype: torch.dtype
+    grid: tuple[int, ...]  # of patches, before the spatial merge
 
     @classmethod
     def read(cls, file: int) -> Tokens:
-        """Reads the header of a safetensors file with the tensor `tokens`. Raises `Unavailable`."""
+        """Reads the header of a file of the store. Raises `Unavailable`."""
         try:
             length = int.from_bytes(os.pread(file, 8, 0), "little")
             if not 0 < length <= _MAX_HEADER_BYTES:
                 raise ValueError("no header")
-            entry = json.loads(os.pread(file, length, 8))["tokens"]
+            header = json.loads(os.pread(file, length, 8))
+            entry, grid = header["tokens"], tuple(json.loads(header["__metadata__"]["grid_thw"]))
             (rows, width), (begin, end) = map(int, entry["shape"]), map(int, entry["data_offsets"])
-            tokens = cls(file, 8 + length, (rows, width), _DTYPES[entry["dtype"]])
+            tokens = cls(file, 8 + length, (rows, width), _DTYPES[entry["dtype"]], grid)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise Unavailable("misfit", f"not a file of tokens: {error!r}") from None
         if begin != 0 or end != tokens.num_bytes or 8 + length + end != os.fstat(file).st_size:
@@ -261,6 +265,8 @@ class VisionSidecarConnector(ECConnectorBase):
             self._open_steps = 4 + 2 * vllm_config.parallel_config.pipeline_parallel_size
             self._first_waiting = ""  # the id of the first request in this step that has to wait
             self._failed: set[str] = set()  # ids of requests that are to fail, until they end
+            self._ends: dict[str, int] = {}  # where the last image ends, of requests that have computed all
+            self._grids: dict[str, tuple[int, ...]] = {}  # of images that were opened
             self._loads = Loads()
         else:
             self._device = torch.device(current_platform.device_type)
@@ -270,29 +276,59 @@ class VisionSidecarConnector(ECConnectorBase):
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether the tokens of all images that the request still needs are open."""
-        is_ready = True
+        if num_computed_tokens >= self._ends.get(request.request_id, sys.maxsize):
+            return True  # at every step of an answer
+        is_ready, num_open = True, 0
         for index, feature in enumerate(request.mm_features):
-            if _brings_its_data(feature):
-                continue
             key = feature.identifier, request.get_num_encoder_embeds(index)
-            if feature.mm_position.offset + feature.mm_position.length <= num_computed_tokens:
+            if _brings_its_data(feature):
+                self._check_data(feature, key[1], request.request_id)
+            elif _end(feature) <= num_computed_tokens:
                 self._drop_user(key, request.request_id)
+                self._check_grid(request.request_id, feature)
             elif request.request_id not in self._failed:
-                is_ready &= self._is_open(key, request.request_id)
+                is_ready &= self._is_open(key, request.request_id, feature)
+                num_open += 1
+        if not num_open:
+            self._ends[request.request_id] = max(map(_end, request.mm_features))
         return is_ready and request.request_id not in self._failed
 
-    def _is_open(self, key: tuple[str, int], request_id: str) -> bool:
-        """Whether the tokens are open. If they cannot be had, the request fails."""
+    def _check_data(self, feature: Any, num_tokens: int, request_id: str) -> None:
+        """Fails a request whose own data would end the engine, or be taken for an image of the store."""
+        embeds = feature.data.get("image_embeds")
+        shape = None if embeds is None or embeds.data is None else tuple(embeds.data.shape)
+        if _UUID.fullmatch(feature.identifier):
+            error = Unavailable("invalid_uuid", "the chat has data of its own under a uuid of vision-sidecar")
+        elif shape is not None and shape != (num_tokens, self._width):
+            error = Unavailable("misfit", f"its own tokens are {shape}, not {(num_tokens, self._width)}")
+        else:
+            return
+        self._fail(request_id, feature.identifier, error)
+
+    def _check_grid(self, request_id: str, feature: Any) -> bool:
+        """Fails a request with a wrong grid: what it computes would be kept for those with the right one."""
+        grid = tuple(feature.data["image_grid_thw"].data.flatten().tolist())
+        known = self._grids.get(feature.identifier, grid)
+        if known != grid:
+            self._fail(
+                request_id, feature.identifier, Unavailable("misfit", f"its grid is {known}, not {grid}")
+            )
+        return known == grid
+
+    def _is_open(self, key: tuple[str, int], request_id: str, feature: Any) -> bool:
+        """Whether the tokens are open. If they cannot be had or do not fit, the request fails."""
+        item = None
         try:
             item = self._items.get(key) or self._start(key, request_id)
             if item is not None:
                 item.users.add(request_id)
                 item.used_at = self._step
                 if item.opening.done():
-                    item.opening.result()
-                    return True
-        except (Unavailable, OSError) as error:
-            self._items.pop(key, None)  # the next request tries again
+                    self._grids[key[0]] = item.opening.result().grid
+                    return self._check_grid(request_id, feature)
+        except Exception as error:  # vLLM would end with any that this raised
+            if item is None or item.tokens is None:
+                self._items.pop(key, None)  # the next request tries again
             self._fail(request_id, key[0], error)
         self._first_waiting = self._first_waiting or request_id
         return False
@@ -324,6 +360,8 @@ class VisionSidecarConnector(ECConnectorBase):
         return tokens
 
     def _fail(self, request_id: str, uuid: str, error: Exception) -> None:
+        if request_id in self._failed:
+            return
         self._failed.add(request_id)
         self._stats.count(error.reason if isinstance(error, Unavailable) else "other")
         logger.error("request %s fails: tokens of image %s: %r", request_id, ascii(uuid[:80]), error)
@@ -335,6 +373,7 @@ class VisionSidecarConnector(ECConnectorBase):
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         """Called at every end of a request."""
         self._failed.discard(request.request_id)
+        self._ends.pop(request.request_id, None)
         for index, feature in enumerate(request.mm_features):
             key = feature.identifier, request.get_num_encoder_embeds(index)
             self._drop_user(key, request.request_id)
@@ -366,6 +405,8 @@ class VisionSidecarConnector(ECConnectorBase):
         self._first_waiting = ""
         self._step += 1
         self._close(self._step - self._open_steps)
+        while len(self._grids) > _MAX_GRIDS:
+            del self._grids[next(iter(self._grids))]
         return loads
 
     def _close(self, before_step: int) -> None:
@@ -449,12 +490,14 @@ def register() -> None:
 
 
 def _brings_its_data(feature: Any) -> bool:
-    """Whether the request itself holds the image, or its tokens."""
-    data = feature.data
-    if data is None:
-        return False
-    embeds = data.get("image_embeds")
-    return "pixel_values" in data or (embeds is not None and embeds.data is not None)
+    """Whether the request itself holds the picture, video or sound, or its tokens."""
+    items = {name: item for name, item in (feature.data or {}).items() if item.data is not None}
+    return bool(items.keys() - {"image_grid_thw"})
+
+
+def _end(feature: Any) -> int:
+    """Where the image ends in the prompt."""
+    return int(feature.mm_position.offset + feature.mm_position.length)
 
 
 def _read(file: int, offset: int, target: torch.Tensor) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from tests.support.vllm_connector import (
+    GRID,
+    NUM_TOKENS,
     UUID,
     WIDTH,
     Chat,
@@ -20,28 +21,19 @@ from tests.support.vllm_connector import (
     Feature,
     Role,
     Scheduler,
+    Value,
+    chat,
     connector_module,
     load,
     open_tokens,
+    store,
     vllm_config,
 )
 from tests.support.waiting import eventually
 
 OTHER = "vs1-" + "f" * 64
-NUM_TOKENS = 6
 SIZE = NUM_TOKENS * WIDTH * 4
 MakeScheduler = Callable[..., Scheduler]
-
-
-def store(folder: Path, uuid: str = UUID, num_tokens: int = NUM_TOKENS, width: int = WIDTH) -> torch.Tensor:
-    """Puts tokens into the store, as vision-sidecar does."""
-    tokens = torch.randn(num_tokens, width)
-    save_file({"tokens": tokens}, folder / f"{uuid}.safetensors", {"grid_thw": "[1,4,6]"})
-    return tokens
-
-
-def chat(uuid: str = UUID, num_tokens: int = NUM_TOKENS, name: str = "a", **more: Any) -> Chat:
-    return Chat(name, [Feature(uuid, num_tokens, **more)])
 
 
 @pytest.fixture
@@ -121,17 +113,6 @@ def test_request_waits_until_all_its_images_are_open(
     assert all(torch.equal(loaded[uuid], expected[uuid]) for uuid in expected)
 
 
-@pytest.mark.parametrize(
-    "uuid",
-    ["", "../x", "vs1-" + "0" * 63, "vs1-" + "0" * 65, UUID.upper(), UUID + "\n", "x" * 300, f"a/../{UUID}"],
-)
-def test_other_uuids_reach_no_path(scheduler: MakeScheduler, tmp_path: Path, uuid: str) -> None:
-    (tmp_path / "a").mkdir()
-    store(tmp_path)
-    store(tmp_path.parent, "x")
-    assert scheduler(dir=str(tmp_path)).failure(chat(uuid)) == "invalid_uuid"
-
-
 def test_missing_tokens_fail_their_request_alone(
     connector: Any, scheduler: MakeScheduler, tmp_path: Path
 ) -> None:
@@ -146,76 +127,21 @@ def test_missing_tokens_fail_their_request_alone(
     assert torch.equal(load(connector, vllm.until(chat(name="again")))[UUID], tokens)
 
 
-def test_request_with_another_grid_fails_alone(
-    connector: Any, scheduler: MakeScheduler, tmp_path: Path
-) -> None:
-    tokens = store(tmp_path)
-    vllm = scheduler(dir=str(tmp_path))
-    loads = vllm.until(chat(num_tokens=7, name="wrong"), chat(name="right"))
-    assert vllm.connector.take_unavailable_requests() == {"wrong"}
-    assert torch.equal(load(connector, loads)[UUID], tokens)
-
-
-def header(**changes: object) -> bytes:
-    entry = {"dtype": "F32", "shape": [NUM_TOKENS, WIDTH], "data_offsets": [0, SIZE], **changes}
-    text = json.dumps({"tokens": entry}).encode()
-    return len(text).to_bytes(8, "little") + text
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"\0" * 400,
-        b"\xff" * 400,
-        (2).to_bytes(8, "little") + b"[]" + bytes(SIZE),
-        (2).to_bytes(8, "little") + b"{}" + bytes(SIZE),
-        (40_000).to_bytes(8, "little") + b"[" * 40_000 + bytes(SIZE),
-        header() + bytes(SIZE - 1),
-        header() + bytes(SIZE + 1),
-        header(dtype="I8") + bytes(SIZE),
-        header(dtype="BF16") + bytes(SIZE),
-        header(shape=[NUM_TOKENS]) + bytes(SIZE),
-        header(shape=[NUM_TOKENS, WIDTH, 1]) + bytes(SIZE),
-        header(shape=[-NUM_TOKENS, -WIDTH]) + bytes(SIZE),
-        header(shape=[WIDTH, NUM_TOKENS]) + bytes(SIZE),
-        header(shape=None) + bytes(SIZE),
-        header(data_offsets=[1, SIZE + 1]) + bytes(SIZE + 1),
-        header(data_offsets=[-4, SIZE - 4]) + bytes(SIZE),
-    ],
-)
-def test_file_that_does_not_fit_fails_the_request(
-    scheduler: MakeScheduler, tmp_path: Path, data: bytes
-) -> None:
-    (tmp_path / f"{UUID}.safetensors").write_bytes(data)
-    assert scheduler(dir=str(tmp_path)).failure(chat()) == "misfit"
-    assert open_tokens() == 0
-
-
-def test_links_and_folders_are_not_followed(scheduler: MakeScheduler, tmp_path: Path) -> None:
-    store(tmp_path, "elsewhere")
-    (tmp_path / f"{UUID}.safetensors").symlink_to(tmp_path / "elsewhere.safetensors")
-    (tmp_path / f"{OTHER}.safetensors").mkdir()
-    vllm = scheduler(dir=str(tmp_path))
-    assert vllm.failure(chat()) == "other"
-    assert vllm.failure(chat(OTHER)) == "other"
-
-
 def test_images_that_are_computed_or_in_the_request_are_not_opened(
     scheduler: MakeScheduler, tmp_path: Path
 ) -> None:
     vllm = scheduler(dir=str(tmp_path))
     ensure = vllm.connector.ensure_cache_available
-    assert ensure(chat(), NUM_TOKENS)
-    assert not ensure(chat(offset=1), NUM_TOKENS)
-    in_request: list[dict[str, Any]] = [
-        {"pixel_values": 1},
-        {"image_embeds": type("Field", (), {"data": torch.ones(1)})},
-    ]
-    for data in in_request:
+    assert ensure(chat(name="computed"), NUM_TOKENS)
+    assert not ensure(chat(name="a", offset=1), NUM_TOKENS)
+    for name in ("pixel_values", "pixel_values_videos", "video_embeds", "input_features"):
+        data = {name: Value(torch.ones(1)), "image_grid_thw": Value(GRID)}
         assert ensure(chat("any", name="b", data=data), 0)
-    assert not ensure(chat("any", name="c", data={"image_embeds": type("Field", (), {"data": None})}), 0)
-    assert vllm.connector.take_unavailable_requests() - {"a"} == {"c"}
+    assert ensure(chat("any", name="b", data={"image_embeds": Value(torch.ones(NUM_TOKENS, WIDTH))}), 0)
+    without: list[Any] = [None, {}, {"image_embeds": Value(None), "image_grid_thw": Value(GRID)}]
+    for number, nothing in enumerate(without):
+        assert not ensure(chat("any", name=f"c{number}", data=nothing), 0)
+    assert vllm.connector.take_unavailable_requests() - {"a"} == {"c0", "c1", "c2"}
 
 
 def test_files_stay_open_until_no_worker_can_need_them(scheduler: MakeScheduler, tmp_path: Path) -> None:

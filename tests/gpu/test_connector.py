@@ -30,7 +30,7 @@ def test_workers_load_the_same_bits_to_the_gpu(tmp_path: Path, num_tokens: int, 
         worker = module.VisionSidecarConnector(vllm_config(dtype=dtype, dir="/"), Role.WORKER)
         for number in range(3):  # the pinned buffers are used again
             uuid = f"vs1-{number:064x}"
-            save_file({"tokens": tokens + number}, tmp_path / f"{uuid}.safetensors")
+            save_file({"tokens": tokens + number}, tmp_path / f"{uuid}.safetensors", {"grid_thw": "[1,4,6]"})
             worker.bind_connector_metadata(vllm.until(Chat(uuid, [Feature(uuid, num_tokens)])))
             cache: dict[str, torch.Tensor] = {}
             worker.start_load_caches(cache)

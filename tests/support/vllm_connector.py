@@ -11,14 +11,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from tests.support.project import ROOT
 
 WIDTH = 12
+NUM_TOKENS = 6
+GRID = torch.tensor([1, 4, 6])
 UUID = "vs1-" + "0123456789abcdef" * 4
 
 
@@ -123,13 +127,20 @@ def vllm_config(role: str = "ec_consumer", dtype: torch.dtype = torch.float32, *
 
 
 @dataclass
+class Value:
+    """A member of a feature's data."""
+
+    data: torch.Tensor | None
+
+
+@dataclass
 class Feature:
     """An image of a request: its tokens are at some offset in the prompt."""
 
     identifier: str
     num_tokens: int
     offset: int = 0
-    data: dict[str, Any] | None = field(default_factory=lambda: {"image_grid_thw": object()})
+    data: dict[str, Any] | None = field(default_factory=lambda: {"image_grid_thw": Value(GRID)})
 
     @property
     def mm_position(self) -> Any:
@@ -210,3 +221,14 @@ def load(module: Any, loads: Any, dtype: torch.dtype = torch.float32) -> dict[st
     worker.start_load_caches(cache)
     worker.shutdown()
     return {uuid: tokens.cpu() for uuid, tokens in cache.items()}
+
+
+def store(folder: Path, uuid: str = UUID, num_tokens: int = NUM_TOKENS, width: int = WIDTH) -> torch.Tensor:
+    """Puts tokens into the store, as vision-sidecar does."""
+    tokens = torch.randn(num_tokens, width)
+    save_file({"tokens": tokens}, folder / f"{uuid}.safetensors", {"grid_thw": "[1,4,6]"})
+    return tokens
+
+
+def chat(uuid: str = UUID, num_tokens: int = NUM_TOKENS, name: str = "a", **more: Any) -> Chat:
+    return Chat(name, [Feature(uuid, num_tokens, **more)])

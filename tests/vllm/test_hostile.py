@@ -113,7 +113,6 @@ def test_tokens_of_another_grid(lab: Lab, way: Way, grid: list[int]) -> None:
     check_equal(ask(way.vllm.url, part), ask(lab.plain.url, url_part(image)))
 
 
-@pytest.mark.xfail(strict=True, reason="the connector compares the number of tokens, but not the grid")
 def test_grid_of_as_many_tokens_leaves_no_wrong_prefix(lab: Lab, way: Way) -> None:
     image = photo(2060, 512, 512)
     [part] = way.sidecar.hand_over([image])

@@ -61,7 +61,6 @@ def test_image_and_video_limits_of_0_end_the_engine(lab: Lab, tmp_path: Path) ->
         assert "shape mismatch" in server.log()
 
 
-@pytest.mark.xfail(strict=True, reason="the connector does not look at tensors that come with a chat")
 def test_own_tensors_that_do_not_fit_fail_alone(lab: Lab, tmp_path: Path) -> None:
     """Whoever can chat can send them, also through the door: a server with the connector takes tensors."""
     shapes = [
@@ -78,9 +77,6 @@ def test_own_tensors_that_do_not_fit_fail_alone(lab: Lab, tmp_path: Path) -> Non
             ask(server.url, *lab.near.hand_over([photo(5020)]))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="vLLM keeps a client's own tensor under the uuid that the client names"
-)
 def test_own_tensor_does_not_take_the_place_of_an_image(lab: Lab) -> None:
     image = photo(5030, 256, 256)
     [part] = lab.near.hand_over([image])
