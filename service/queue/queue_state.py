@@ -8,6 +8,7 @@ nothing of HTTP, image files or the encoder.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import math
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 
 from models import BatchResult, EncodeItem
 from service.errors import (
+    ApiError,
     DeadlineExceeded,
     InternalError,
     TooLarge,
@@ -271,7 +273,13 @@ def _device_failed() -> Unavailable:
     return Unavailable("the device failed; the server must be restarted", code="device_failed")
 
 
-def _encoding_failed(index: int, cause: BaseException) -> InternalError:
-    error = InternalError("the encoder failed on this image", param=image_param(index))
+def _encoding_failed(index: int, cause: BaseException) -> ApiError:
+    error: ApiError
+    if isinstance(cause, OSError) and cause.errno == errno.ENOSPC:
+        # The store has room, but its file system has not: others hold files that the store has dropped.
+        message = "the file system of the store of tokens is full"
+        error = TooManyRequests(message, code="handoff_full", retry_after_s=_MIN_RETRY_AFTER_S)
+    else:
+        error = InternalError("the encoder failed on this image", param=image_param(index))
     error.__cause__ = cause
     return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -51,6 +52,21 @@ def file_of(settings: Settings, uuid: str) -> Path:
 def tokens_of(service: Service, image: bytes) -> torch.Tensor:
     query = "?pooling=none&deepstack=true&format=safetensors"
     return load(service.embed(image, query).content)["embeddings"]
+
+
+def test_full_file_system_is_a_full_store(serve: Serve, with_store: Settings) -> None:
+    room = [False]
+
+    def fail(items: Sequence[EncodeItem]) -> None:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    service = serve(with_store, encoders=[FakeEncoder(fail)])
+    answer = service.embed(encode_image(), HANDOFF)
+    assert error_of(answer) == (429, "handoff_full", None)
+    assert answer.headers["retry-after"] == "1"
+    room[0] = True
+    assert service.embed(encode_image(), HANDOFF).status_code == 200
 
 
 def test_tokens_are_in_the_store_and_the_answer_says_where(service: Service, with_store: Settings) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 from typing import Any, cast
 
@@ -46,6 +47,13 @@ def test_error_keeps_its_message_and_its_trace(error: BaseException, message: st
     [trace] = found.__notes__
     assert "in raised" in trace
     assert type(error).__name__ in trace
+
+
+def test_error_of_the_system_keeps_its_number() -> None:
+    found = there(raised(OSError(errno.ENOSPC, "No space left on device")))
+    assert isinstance(found, OSError)
+    assert found.errno == errno.ENOSPC
+    assert "No space left on device" in str(found)
 
 
 def test_loss_of_a_device_keeps_its_message_and_the_trace_of_its_cause() -> None:

@@ -85,6 +85,7 @@ class Fault:
     is_model_error: bool
     message: str
     trace: str
+    number: int | None = None  # the number of the system's error, if it is one
 
     @classmethod
     def of(cls, error: BaseException) -> Fault:
@@ -95,13 +96,14 @@ class Fault:
             is_model_error=isinstance(error, ModelError),
             message=str(cause) or repr(cause),
             trace="".join(traceback.format_exception(cause)),
+            number=cause.errno if isinstance(cause, OSError) else None,
         )
 
     def error(self) -> Exception:
         """Returns the error for this process."""
         if self.is_model_error:
             return ModelError(self.message)
-        error = RuntimeError(self.message)
+        error = RuntimeError(self.message) if self.number is None else OSError(self.number, self.message)
         error.add_note(self.trace)
         return error if self.device is None else DeviceError(self.device, error)
 
