@@ -39,6 +39,7 @@ from service.images.image_file import ImageLimits
 from service.images.preparation import PreparationResources
 from service.intake.byte_budget import ByteBudget
 from service.metrics import Collects, Metrics
+from service.page import page
 from service.pipeline import Pipeline
 from service.queue.queue_records import QueueLimits
 from service.queue.tally import OwnTally, Tally
@@ -47,7 +48,7 @@ from service.routes.route import RawRoute
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = (*probes.PATHS, metrics.PATH, *docs.PATHS)  # these need no API key
+OPEN_PATHS = (*probes.PATHS, metrics.PATH, *docs.PATHS, *page.PATHS)  # these need no API key
 
 _NUM_WRITERS = 2  # threads for large bodies and answers; more would only wait for the interpreter lock
 
@@ -137,7 +138,12 @@ def counted_routes(settings: Settings) -> tuple[str, ...]:
     """The templates of all routes but the probes, as metrics name them."""
     handed_over = (handoff.PATH,) if settings.handoff_dir else ()
     of_llm = llm.PATHS if settings.llm_url else ()
-    return (embed.PATH, embeddings.PATH, *handed_over, *of_llm, *info.PATHS, metrics.PATH, *docs.PATHS)
+    of_page = page.PATHS if settings.page else ()
+    return (
+        *(embed.PATH, embeddings.PATH, *handed_over, *of_llm, *info.PATHS, metrics.PATH),
+        *docs.PATHS,
+        *of_page,
+    )
 
 
 def _open_store(settings: Settings, counters: Metrics, shared: SharedProcessState) -> TokenStore | None:
@@ -200,6 +206,8 @@ def _add_routes(
     info.add_routes(router, settings, engine, app.version, started_at=shared.started_at)
     metrics.add_routes(router, shared.gather)
     # The last ones, as they describe the others.
+    if settings.page:
+        page.add_routes(router)
     docs.add_routes(router, app, needs_key=bool(settings.accepted_keys), open_paths=OPEN_PATHS)
 
 

@@ -19,6 +19,7 @@ ORDER = (
     "service.server",
     "service.app",
     "service.routes",
+    "service.page",
     "service.chat",
     "service.pipeline",
     "service.embedder",

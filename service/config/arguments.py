@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         # The description itself names a default that is found at start.
         default = "" if field.default_factory or field.default in (None, ()) else f" [{field.default}]"
         text = f"{field.description}{default} ({_variable(name)})".replace("%", "%%")
-        if bool in get_args(field.annotation):
+        if bool in (field.annotation, *get_args(field.annotation)):
             _add_switch(parser, name, text)
             continue
         choices = [value for value in get_args(field.annotation) if isinstance(value, str)]

@@ -73,6 +73,7 @@ class Settings(BaseModel):
         description="file with more API keys, one on each line; blank lines and lines that begin with # are "
         "ignored",
     )
+    page: bool = Field(True, description="serve a page at / to try the service in a browser")
     cors_allow_origins: Origins = Field(
         (),
         description="origins of web pages that may call the server from a browser, such as "

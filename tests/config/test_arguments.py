@@ -17,6 +17,7 @@ OTHERS = {
     "port": "0",
     "api_keys": "sk-1,sk-2",
     "api_keys_file": str(Path(__file__).parent / "api-keys.txt"),
+    "page": "false",
     "cors_allow_origins": "https://example.org,http://localhost:3000",
     "log_level": "debug",
     "log_format": "json",
@@ -64,6 +65,7 @@ OTHERS = {
 VALUES = {
     "api_keys": (SecretStr("sk-1"), SecretStr("sk-2")),
     "api_keys_file": Path(OTHERS["api_keys_file"]),
+    "page": False,
     "cors_allow_origins": ("https://example.org", "http://localhost:3000"),
     "handoff_dir": Path(OTHERS["handoff_dir"]),
     "llm_api_key_file": Path(OTHERS["llm_api_key_file"]),
@@ -102,7 +104,7 @@ def test_every_setting_is_a_flag_and_a_variable(name: str, spelling: str) -> Non
     }
     environ = {ENV_PREFIX + name.upper(): value} if spelling == "variable" else {}
     settings = parse_settings([*argv[spelling], *COMPANIONS.get(name, [])], environ)
-    expected = VALUES.get(name) or type(getattr(settings, name))(value)
+    expected = VALUES[name] if name in VALUES else type(getattr(settings, name))(value)
     assert getattr(settings, name) == expected != getattr(Settings(), name)
 
 

@@ -20,6 +20,7 @@ DEFAULTS: dict[str, Any] = {
     "port": 8080,
     "api_keys": (),
     "api_keys_file": None,
+    "page": True,
     "cors_allow_origins": (),
     "log_level": "info",
     "log_format": "text",

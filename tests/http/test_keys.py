@@ -84,12 +84,12 @@ def test_a_body_is_not_read_without_a_key(locked: Service) -> None:
     assert error_of(response) == (401, "invalid_api_key", None)
 
 
-def test_only_probes_metrics_and_docs_need_no_key(locked: Service) -> None:
+def test_only_probes_metrics_docs_and_the_page_need_no_key(locked: Service) -> None:
     assert {*probes.PATHS, "/metrics", "/docs", "/openapi.json"} < set(OPEN_PATHS)
     for path in OPEN_PATHS:
         assert locked.get(path).status_code == 200
         assert locked.request("HEAD", path).status_code == 200
-    paths = ("/embed", "/info", "/v1/models", "/", "/nope", "/docs/", "//docs", "/Docs", "/docs/../info")
+    paths = ("/embed", "/info", "/v1/models", "/page", "/nope", "/docs/", "//docs", "/Docs", "/docs/../info")
     for path in paths:
         for method in ("GET", "POST", "OPTIONS"):
             assert locked.request(method, f"http://sidecar{path}").status_code == 401, path
