@@ -36,10 +36,10 @@ def make(url: str, folder: Path, target: Path) -> None:
         expect(page.locator("#pointed")).to_contain_text("astronaut")
         page.evaluate("() => window.scrollTo(0, 0)")
         page.wait_for_timeout(500)
-        page.screenshot(path=target, clip={"x": 0, "y": 0, "width": 1180, "height": 900}, full_page=True)
+        page.screenshot(path=target, clip={"x": 0, "y": 0, "width": 1180, "height": 1040}, full_page=True)
         browser.close()
     # So many colours are enough, and keep the file small.
-    Image.open(target).convert("P", palette=Image.Palette.ADAPTIVE, colors=128).save(target, optimize=True)
+    Image.open(target).convert("P", palette=Image.Palette.ADAPTIVE, colors=256).save(target, optimize=True)
 
 
 if __name__ == "__main__":
