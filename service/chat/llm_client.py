@@ -63,6 +63,8 @@ class LlmClient:
         )
         with self._errors():
             async with asking as answer:
+                if not 200 <= answer.status < 600:
+                    raise LlmUnreachable(f"the LLM server answered with the status {answer.status}")
                 yield answer
 
     async def aclose(self) -> None:

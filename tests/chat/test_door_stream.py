@@ -157,7 +157,11 @@ async def no_http(asked: Asked) -> None:
     asked.write(b"SSH-2.0\r\n\r\n")
 
 
-@pytest.mark.parametrize("script", [close, close_in_the_head, no_http])
+async def switch(asked: Asked) -> None:
+    asked.write(b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n")
+
+
+@pytest.mark.parametrize("script", [close, close_in_the_head, no_http, answer(999), answer(600), switch])
 def test_connection_that_ends_before_an_answer_is_not_tried_again(
     door: Served, llm: LlmServer, client: httpx.Client, script: Any
 ) -> None:
