@@ -50,6 +50,12 @@ def stores(tmp_path: Path) -> Iterator[Stores]:
         yield Stores(tmp_path)
 
 
+def num_open(folder: Path) -> int:
+    """How many files of the folder this process has open."""
+    names = [f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd")]
+    return sum(os.readlink(name).startswith(str(folder)) for name in names if os.path.islink(name))
+
+
 def write(sink: TokenFile, value: float = 0.0) -> None:
     writing = sink.open((2, 4), torch.float32)
     try:
@@ -152,6 +158,30 @@ def test_reading_makes_an_entry_recently_used(stores: Stores) -> None:
     put(store, UUIDS[10])
     assert UUIDS[0] in stores.kept
     assert UUIDS[1] not in stores.kept
+
+
+def test_memory_of_evicted_entries_is_freed_without_the_lock(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, other = stores.open(), stores.open()
+    for uuid in UUIDS[:10]:
+        put(store, uuid)
+        expire(store, uuid)
+    open_before = num_open(stores.folder)
+    closed: list[int] = []
+    close = os.close
+
+    def close_while_others_need_the_lock(file: int) -> None:
+        if not os.fstat(file).st_nlink:
+            with other._ledger.locked():  # would wait for ever
+                closed.append(file)
+        close(file)
+
+    monkeypatch.setattr(os, "close", close_while_others_need_the_lock)
+    assert store.claim(UUIDS[10])
+    store.reserve([(UUIDS[10], 2 * SIZE)])
+    assert len(closed) == 2
+    assert num_open(stores.folder) == open_before
 
 
 def test_store_full_of_leases_refuses_and_evicts_nothing(stores: Stores) -> None:
