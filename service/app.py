@@ -138,7 +138,7 @@ def counted_routes(settings: Settings) -> tuple[str, ...]:
     """The templates of all routes but the probes, as metrics name them."""
     handed_over = (handoff.PATH,) if settings.handoff_dir else ()
     of_llm = llm.PATHS if settings.llm_url else ()
-    of_page = page.PATHS if settings.page else ()
+    of_page = page.ROUTES if settings.page else ()
     return (
         *(embed.PATH, embeddings.PATH, *handed_over, *of_llm, *info.PATHS, metrics.PATH),
         *docs.PATHS,

@@ -180,5 +180,5 @@ def test_counted_routes_are_those_that_the_app_has(serve: Serve, with_store: Set
     routes = counted_routes(with_store)
     assert from_schema - {"/healthz", "/readyz", "/health"} <= set(routes)
     for route in routes:
-        answer = service.get(route.replace("{model_id:path}", "demo"))
+        answer = service.get(route.replace("{model_id:path}", "demo").replace("{name}", "page.js"))
         assert answer.status_code in (200, 405) or answer.json()["error"]["code"] == "handoff_not_found"

@@ -330,6 +330,8 @@ def test_help_explains_every_flag_with_default_and_variable(
     assert "largest request body in bytes [67108864]" in text
     assert "[the checkpoint's]" in text
     assert "--no-cudagraph-mm-encoder the same as --cudagraph-mm-encoder=false" in text
+    assert "to try the service in a browser [true]" in text
+    assert "--no-page the same as --page=false" in text
     assert "[()]" not in text
     assert "None" not in text
     assert "--max_body_bytes" not in text

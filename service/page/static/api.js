@@ -1,80 +1,71 @@
 // The requests to the service. Knows HTTP and the shape of its errors; knows nothing of the page.
 
-import { parseSafetensors } from "./tensors.js";
-
-let key = "";
+let key = ""; // in memory only
 
 export function setKey(text) {
   key = text;
 }
 
+// An answer that is not 2xx, with the service's own words; status 0: there was no answer.
 export class ServiceError extends Error {
-  constructor(status, message, code) {
+  constructor(status, message, retryAfterS = 0) {
     super(message);
     this.status = status;
-    this.code = code;
+    this.retryAfterS = retryAfterS;
   }
 }
 
+// Addresses are relative to the page, so that it works behind a proxy that strips a prefix.
 async function ask(path, options = {}) {
-  const headers = { ...(key && { authorization: `Bearer ${key}` }), ...options.headers };
+  const headers = new Headers(options.headers);
   let response;
   try {
-    response = await fetch(path, { ...options, headers, cache: "no-store" });
+    if (key) headers.set("authorization", `Bearer ${key}`);
   } catch {
-    throw new ServiceError(0, "The server cannot be reached.", "");
+    throw new ServiceError(401, "A key has visible ASCII characters only.");
   }
-  if (!response.ok) {
-    const { message, code } = await response.json().then((body) => body.error, () => ({}));
-    throw new ServiceError(response.status, message ?? `The server answered ${response.status}.`, code ?? "");
+  try {
+    response = await fetch(path, { ...options, headers });
+  } catch {
+    throw new ServiceError(0, "The server cannot be reached.");
   }
-  return response;
+  if (response.ok) return response;
+  const message = await response.json().then((body) => body.error.message, () => `The server answered ${response.status}.`);
+  throw new ServiceError(response.status, message, Number(response.headers.get("retry-after")));
+}
+
+// Reads a body whose headers have arrived. The connection may still break.
+async function read(reading) {
+  try {
+    return await reading;
+  } catch {
+    throw new ServiceError(0, "The answer broke off.");
+  }
 }
 
 export async function getInfo() {
-  return (await ask("info")).json();
+  return read((await ask("info")).json());
 }
 
-// The tokens of an image: {rows: Float32Array, numTokens, width, height, gridWidth, gridHeight, stages, isKept}.
-export async function embed(file, info) {
-  const response = await ask(`embed?${embedQuery(info)}`, {
-    method: "POST",
-    body: file,
-    headers: { "content-type": "application/octet-stream" },
-  });
-  const tensors = parseSafetensors(await response.arrayBuffer());
-  const merge = info.preprocessing.merge_size;
-  const [, height, width] = tensors.grid_thw.data;
+// The tokens of an image in one request: {buffer: the safetensors file, stages: {name: ms}, isKept}.
+export async function embed(file, query) {
+  const headers = { "content-type": file.type.startsWith("image/") ? file.type : "application/octet-stream" };
+  const response = await ask(`embed?${query}`, { method: "POST", body: file, headers });
   const timing = response.headers.get("server-timing") ?? "";
-  return {
-    rows: tensors.embeddings.data,
-    numTokens: tensors.embeddings.shape[0],
-    gridWidth: width / merge,
-    gridHeight: height / merge,
-    stages: stagesOf(timing),
-    isKept: timing.includes("cache;desc=hit"),
-  };
-}
-
-// bfloat16 has all bits that a model of 16 bits has to give.
-export function embedQuery(info) {
-  const dtype = info.dtype === "float32" ? "float32" : "bfloat16";
-  return `pooling=none&deepstack=true&dtype=${dtype}&format=safetensors`;
+  const buffer = await read(response.arrayBuffer());
+  return { buffer, stages: stagesOf(timing), isKept: timing.includes("cache;desc=hit") };
 }
 
 function stagesOf(timing) {
-  const stages = {};
-  for (const [, name, milliseconds] of timing.matchAll(/(\w+);dur=([\d.]+)/g)) {
-    stages[name] = Number(milliseconds);
-  }
-  return stages;
+  const found = [...timing.matchAll(/(\w+);dur=([\d.]+)/g)];
+  return Object.fromEntries(found.map(([, name, ms]) => [name, Number(ms)]));
 }
 
-// The sum of each metric over its labels, by name without the prefix.
+// The sum of each metric over its labels, by its name without the prefix.
 export async function getMetrics() {
-  const text = await (await ask("metrics")).text();
+  const text = await read((await ask("metrics")).text());
   const sums = {};
-  for (const [, name, value] of text.matchAll(/^vision_sidecar_(\w+)(?:\{[^}]*\})? (\S+)$/gm)) {
+  for (const [, name, value] of text.matchAll(/^vision_sidecar_(\w+)(?:\{.*\})? (\S+)$/gm)) {
     sums[name] = (sums[name] ?? 0) + Number(value);
   }
   return sums;

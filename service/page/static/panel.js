@@ -3,51 +3,73 @@
 import { getMetrics } from "./api.js";
 
 const PERIOD_MS = 2000;
+const MAX_SAMPLES = 31; // a minute
 
-export function startPanel(list) {
-  let before = null;
-  const look = async () => {
+export async function startPanel(list) {
+  const samples = [];
+  for (;;) {
     if (!document.hidden) {
       try {
-        const now = { at: performance.now(), ...(await getMetrics()) };
-        show(list, figures(before ?? now, now));
-        before = now;
-      } catch {
-        show(list, { state: "cannot be reached" });
-        before = null;
+        samples.push({ at: performance.now() / 1000, ...(await getMetrics()) });
+        if (samples.length > MAX_SAMPLES) samples.shift();
+        show(list, figures(samples), rates(samples));
+      } catch (error) {
+        samples.length = 0;
+        show(list, { server: [error.message, ""] }, []);
       }
     }
-    setTimeout(look, PERIOD_MS);
-  };
-  look();
+    await new Promise((resolve) => setTimeout(resolve, PERIOD_MS));
+  }
 }
 
-function figures(before, now) {
-  const seconds = (now.at - before.at) / 1000;
-  const grown = (name) => (now[name] ?? 0) - (before[name] ?? 0);
-  const tokens = grown("image_tokens_total");
-  const padding = grown("encoder_padding_tokens_total");
+function rates(samples) {
+  return samples.slice(1).map((now, i) => (now.images_total - samples[i].images_total) / (now.at - samples[i].at));
+}
+
+// Name → [figure, explanation]. Counters are since the server's start.
+function figures(samples) {
+  const now = samples.at(-1);
+  const computed = now.image_tokens_total + now.encoder_padding_tokens_total;
+  const padding = now.encoder_cudagraph_hits_total ? `${((100 * now.encoder_padding_tokens_total) / computed).toFixed(1)} %` : "–";
   return {
-    "images a second": seconds ? (grown("images_total") / seconds).toFixed(1) : "0.0",
-    "images that wait": now.queue_images ?? 0,
-    "tokens that wait": `${now.queue_tokens ?? 0} of ${now.queue_limit_tokens ?? 0}`,
-    "padding": tokens + padding ? `${((100 * padding) / (tokens + padding)).toFixed(1)} %` : "–",
-    "run by replay": now.encoder_cudagraph_hits_total ?? 0,
-    "run eagerly": now.encoder_cudagraph_misses_total ?? 0,
-    "from a cache": now.cache_hits_total ?? 0,
+    "images a second": [(rates(samples).at(-1) ?? 0).toFixed(1), `${number(now.images_total)} in all`],
+    "queue": [`${number(now.queue_images)} images`, `${number(now.queue_tokens)} of ${number(now.queue_limit_tokens)} tokens`],
+    "padding": [padding, "of the tokens computed"],
+    "graph hits and misses": [
+      `${number(now.encoder_cudagraph_hits_total)} / ${number(now.encoder_cudagraph_misses_total)}`, "images by replay / eagerly"],
+    "cache hits and misses": [`${number(now.cache_hits_total)} / ${number(now.cache_misses_total)}`, "images found / encoded"],
   };
 }
 
-function show(list, entries) {
+function number(value) {
+  return value.toLocaleString("en");
+}
+
+function show(list, entries, line) {
   list.replaceChildren(
-    ...Object.entries(entries).map(([name, value]) => {
+    ...Object.entries(entries).map(([name, [figure, text]], i) => {
       const group = document.createElement("div");
-      const term = document.createElement("dt");
-      const text = document.createElement("dd");
-      term.textContent = name;
-      text.textContent = value;
-      group.append(term, text);
+      group.append(element("dt", name), element("dd", figure), element("dd", text));
+      if (i === 0 && line.length > 1) group.append(sparkline(line));
       return group;
     }),
   );
+}
+
+function element(tag, text) {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  return made;
+}
+
+function sparkline(values) {
+  const high = Math.max(...values, 1);
+  const points = values.map((value, i) => `${(100 * i) / (values.length - 1)},${20 - (19 * value) / high}`);
+  const [svg, line] = ["svg", "polyline"].map((tag) => document.createElementNS("http://www.w3.org/2000/svg", tag));
+  svg.setAttribute("viewBox", "0 0 100 21");
+  svg.setAttribute("preserveAspectRatio", "none");
+  svg.setAttribute("aria-hidden", "true");
+  line.setAttribute("points", points.join(" "));
+  svg.append(line);
+  return svg;
 }
