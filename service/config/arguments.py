@@ -57,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds a flag for each setting. The namespace gets only the flags that were given, as plain strings."""
     for name, field in Settings.model_fields.items():
         # The description itself names a default that is found at start.
-        default = "" if field.default_factory or field.default in (None, ()) else f" [{_shown(field.default)}]"
+        default = (
+            "" if field.default_factory or field.default in (None, ()) else f" [{_shown(field.default)}]"
+        )
         text = f"{field.description}{default} ({_variable(name)})".replace("%", "%%")
         if bool in (field.annotation, *get_args(field.annotation)):
             _add_switch(parser, name, text)

@@ -29,6 +29,7 @@ export class Card {
     this.map.picture.onerror = () => {
       this.canBeShown = false;
       this.map.hidePicture();
+      this.#showSize();
     };
   }
 
@@ -85,7 +86,9 @@ export class Card {
   }
 
   #showSize() {
-    const pixels = this.canBeShown ? this.size?.join(" × ") : "this browser cannot show the picture";
+    const isUnseen = !this.canBeShown && this.grid;
+    this.map.element.hidden = !this.canBeShown && !this.grid;
+    const pixels = isUnseen ? "this browser cannot show the picture" : this.size?.join(" × ");
     const tokens = this.grid && `${this.grid[0] * this.grid[1]} tokens (${this.grid[1]} × ${this.grid[0]})`;
     this.#facts.size.textContent = [pixels, bytes(this.file.size), tokens].filter(Boolean).join(" · ");
   }

@@ -2,7 +2,7 @@
 
 import { dot, parseSafetensors, pooled, rangeOf, unitRows } from "./tensors.js";
 
-const images = new Map(); // id → {rows, numTokens, width, vector, units: Float32Array by level}
+const images = new Map(); // id → {numTokens, vector: [hidden], levels: [numTokens, hidden] each, of unit rows}
 let hidden = 0; // columns of a level
 
 const calls = {
@@ -11,8 +11,9 @@ const calls = {
     hidden = hiddenSize;
     const { embeddings, grid_thw: grid } = parseSafetensors(buffer);
     const [numTokens, width] = embeddings.shape;
-    const image = { rows: embeddings.data, numTokens, width, units: [] };
-    images.set(id, { ...image, vector: pooled(image, hidden) });
+    const tokens = { rows: embeddings.data, numTokens, width };
+    const levels = Array.from({ length: width / hidden }, (_, level) => unitRows(tokens, hidden, level));
+    images.set(id, { numTokens, vector: pooled(tokens, hidden), levels });
     return { grid: grid.data, numTokens };
   },
 
@@ -28,30 +29,20 @@ const calls = {
 
   // The cosine similarity of each token of each image to one token, and the range to show. Null if a level is not here.
   compare({ id, token, level }) {
-    const chosen = images.get(id);
-    if (!chosen || !hasLevel(chosen, level)) return null;
-    const target = unitsOf(chosen, level).subarray(token * hidden, (token + 1) * hidden);
+    const rows = images.get(id)?.levels[level];
+    if (!rows) return null;
+    const target = rows.subarray(token * hidden, (token + 1) * hidden);
     const found = new Map();
-    for (const [other, image] of images) {
-      if (hasLevel(image, level)) found.set(other, similarities(image, level, target));
+    for (const [other, { levels, numTokens }] of images) {
+      if (levels[level]) found.set(other, similarities(levels[level], numTokens, target));
     }
     return { found, range: rangeOf([...found.values()]) };
   },
 };
 
-function hasLevel(image, level) {
-  return (level + 1) * hidden <= image.width;
-}
-
-function unitsOf(image, level) {
-  image.units[level] ??= unitRows(image, hidden, level);
-  return image.units[level];
-}
-
-function similarities(image, level, target) {
-  const units = unitsOf(image, level);
-  const found = new Float32Array(image.numTokens);
-  for (let token = 0; token < found.length; token++) found[token] = dot(units, token * hidden, target);
+function similarities(rows, numTokens, target) {
+  const found = new Float32Array(numTokens);
+  for (let token = 0; token < numTokens; token++) found[token] = dot(rows, token * hidden, target);
   return found;
 }
 
