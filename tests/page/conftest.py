@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
+from tests.support.chromium import CHROMIUM
 from tests.support.process import Process
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 TIMEOUT_MS = 20_000
 
 
@@ -21,6 +20,7 @@ TIMEOUT_MS = 20_000
 def browser() -> Iterator[Browser]:
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed; Debian has it as `chromium`")
+    expect.set_options(timeout=TIMEOUT_MS)
     with sync_playwright() as playwright:
         # As root in a container, Chromium has no sandbox of its own.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

@@ -26,8 +26,12 @@ def choose(page: Page, *files: Path) -> None:
 
 def embeddings(url: str, photo: Path, **options: str) -> torch.Tensor:
     """The service's own answer."""
-    answer = httpx.post(f"{url}/embed", params={"format": "safetensors", **options}, content=photo.read_bytes(),
-                        headers={"content-type": "application/octet-stream"})  # fmt: skip
+    answer = httpx.post(
+        f"{url}/embed",
+        params={"format": "safetensors", **options},
+        content=photo.read_bytes(),
+        headers={"content-type": "application/octet-stream"},
+    )
     return load(answer.raise_for_status().content)["embeddings"]
 
 

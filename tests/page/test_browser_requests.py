@@ -1,4 +1,4 @@
-"""What the page asks a server for, in Chromium: refusals, keys, retries, counters, a proxy, requests as code."""
+"""What the page asks a server for, in Chromium: refusals, keys, retries, counters, requests as code."""
 
 from __future__ import annotations
 

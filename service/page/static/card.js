@@ -20,7 +20,9 @@ export class Card {
       keep: (token) => on.keep(this, token),
       letGo: () => on.letGo(),
     });
-    this.element = this.#build(on);
+    this.element = document.createElement("li");
+    this.#build(this.element, on);
+    this.wait();
     this.map.picture.onload = ({ target }) => {
       this.size = [target.naturalWidth, target.naturalHeight]; // as seen, after the EXIF orientation
       this.map.fit(...this.size);
@@ -33,8 +35,7 @@ export class Card {
     };
   }
 
-  #build(on) {
-    const item = document.createElement("li");
+  #build(item, on) {
     const title = add(item, "div", "title");
     add(title, "h3").textContent = title.title = this.name;
     const remove = add(title, "button", "quiet");
@@ -50,13 +51,11 @@ export class Card {
     this.#facts.retry.type = "button";
     this.#facts.retry.textContent = "Try again";
     this.#facts.retry.onclick = () => on.retry(this);
-    this.wait();
-    return item;
   }
 
   #enter(state, how = "", error = "") {
     this.state = state;
-    this.element?.setAttribute("aria-busy", state === "running");
+    this.element.setAttribute("aria-busy", state === "waiting" || state === "running");
     this.#facts.how.textContent = how;
     this.#facts.error.textContent = error;
     this.#facts.retry.hidden = state !== "failed";
