@@ -20,7 +20,7 @@ PHOTOS: dict[str, Callable[[], Any]] = {
     "cat": skimage.data.chelsea,
     "coffee": skimage.data.coffee,
 }
-WIDTH, HEIGHT = 1180, 1345
+WIDTH, HEIGHT = 1180, 1330
 MAX_BYTES = 300_000
 
 
